@@ -1,0 +1,271 @@
+"""The store of one process: a cachetools LRU for finished records, a dict for running ones, one lock."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from cachetools import Cache, LRUCache
+
+from ..errors import StoreFull
+from ..process import PerProcess
+from ..record import NOW, CallKey, Claim, Record, Seen, State
+from .protocol import Page, Renewed, Swapped
+
+_RECORD_BYTES = 1000
+"""What a record takes besides its body, its headers and its key's characters."""
+_HEADER_BYTES = 200
+"""What a saved header takes besides its characters."""
+_RESERVE = 16
+"""One part in so many of the store is for calls that are canceled before they come."""
+_TIDY = 4
+"""How many forgotten records a swap drops on its way."""
+_MAKE_ROOM = 500
+"""How many a swap drops at most when it would otherwise be refused."""
+
+
+class MemoryStore:
+    """Keeps records in this process. Nothing that has not been forgotten is ever evicted (CONTRACT section 7).
+
+    `max_bytes` bounds what the records hold: beyond it a new call is refused with `StoreFull`. `timer()` gives seconds
+    that never go back; tests set their own. Runs have no lease: their owner dies with their record.
+    """
+
+    shared = False
+
+    def __init__(self, *, max_bytes: int = 256 * 2**20, timer: Callable[[], float] = time.monotonic) -> None:
+        self._state = PerProcess(lambda: _State(max_bytes, timer))
+
+    def read(self, key: CallKey) -> Seen:
+        state = self._state()
+        with state.lock:
+            return state.seen(state.find(key))
+
+    def swap(
+        self,
+        key: CallKey,
+        seen: str,
+        new: Record | None,
+        *,
+        forget_after: float,
+        lease: float,
+        if_lost: bool = False,
+        repeat: bool = False,
+    ) -> Swapped:
+        state = self._state()
+        with state.lock:
+            state.tidy(_TIDY)
+            entry = state.find(key)
+            if (entry.version if entry else "") != seen or if_lost:  # nothing is ever lost here
+                if entry:
+                    entry = entry._replace(repeats=entry.repeats + repeat)
+                    state.put(key, entry, forget_after)
+                return Swapped(False, state.seen(entry))
+            if new is None:
+                state.drop(key)
+                changed = None
+            else:
+                changed = _Entry(state.stamped(new), secrets.token_hex(8), entry.repeats if entry else 0, _size(new))
+                state.put(key, changed, forget_after)
+            waiting = state.waiting.pop(key, None)
+            if waiting:
+                waiting.notify_all()
+            return Swapped(True, state.seen(changed))
+
+    def renew(self, claims: Sequence[Claim], *, forget_after: float, lease: float) -> Renewed:
+        canceled, lost = set(), set()
+        state = self._state()
+        with state.lock:
+            for claim in claims:
+                entry = state.running.get(claim.key)
+                if entry is None or entry.record.run != claim.run:
+                    lost.add(claim.run)
+                elif entry.record.found:
+                    canceled.add(claim.run)
+        return Renewed(frozenset(canceled), frozenset(lost))
+
+    def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
+        state = self._state()
+        deadline = time.monotonic() + timeout
+        with state.lock:
+            while True:
+                entry = state.find(key)
+                left = deadline - time.monotonic()
+                if (entry.version if entry else "") != version or left <= 0:
+                    return state.seen(entry)
+                state.waiting.setdefault(key, threading.Condition(state.lock)).wait(left)
+
+    def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
+        state = self._state()
+        with state.lock:
+            entries = [*state.running.values(), *state.finished]
+            now = state.now()
+        rows = [
+            entry
+            for entry in entries
+            if entry.until > now
+            and (scope is None or entry.record.key.scope == scope)
+            and (chat_id is None or entry.record.key.chat_id == chat_id)
+        ]
+        rows.sort(key=lambda entry: entry.record.created_at, reverse=True)
+        return Page([_seen(entry, now) for entry in rows[offset : offset + limit]], len(rows))
+
+    def purge(self) -> int:
+        state = self._state()
+        with state.lock:
+            return state.tidy(len(state.finished))
+
+    def age(self) -> float:
+        state = self._state()
+        return state.now() - state.began
+
+    def close(self) -> None:
+        """Nothing to give back; the records stay."""
+
+
+class _Entry(NamedTuple):
+    record: Record
+    version: str
+    repeats: int
+    size: int
+    until: float = math.inf
+
+
+class _State:
+    """The records of one process. Every method but `now` is called with the lock held."""
+
+    def __init__(self, max_bytes: int, timer: Callable[[], float]) -> None:
+        self.lock = threading.Lock()
+        self.running: dict[CallKey, _Entry] = {}
+        self.finished = _IdleOrder()
+        self.waiting: dict[CallKey, threading.Condition] = {}
+        self.bytes = 0
+        self.max_bytes = max_bytes
+        self._timer = timer
+        self._unix = time.time() - timer()
+        self.began = self.now()
+
+    def now(self) -> float:
+        """Unix seconds that never go back, whatever becomes of the host's clock."""
+        return self._timer() + self._unix
+
+    def seen(self, entry: _Entry | None) -> Seen:
+        return _seen(entry, self.now())
+
+    def find(self, key: CallKey) -> _Entry | None:
+        entry = self.running.get(key) or self.finished.get(key)
+        if entry and entry.until <= self.now():
+            self.drop(key)
+            return None
+        return entry
+
+    def put(self, key: CallKey, entry: _Entry, forget_after: float) -> None:
+        old = self.running.get(key) or self.finished.get(key)
+        growth = entry.size - (old.size if old else 0)
+        if growth > 0:
+            self._make_room(growth, entry.record.state)
+        if entry.record.state is State.RUNNING:
+            self.finished.drop(key)
+            self.running[key] = entry
+        else:
+            self.running.pop(key, None)
+            self.finished.put(key, entry._replace(until=self.now() + forget_after))
+        self.bytes += growth
+
+    def drop(self, key: CallKey) -> None:
+        entry = self.running.pop(key, None) or self.finished.drop(key)
+        if entry:
+            self.bytes -= entry.size
+
+    def stamped(self, record: Record) -> Record:
+        if record.created_at != NOW and record.finished_at != NOW:
+            return record
+        now = self.now()
+        return record._replace(
+            created_at=now if record.created_at == NOW else record.created_at,
+            finished_at=now if record.finished_at == NOW else record.finished_at,
+        )
+
+    def tidy(self, at_most: int) -> int:
+        now = self.now()
+        dropped = 0
+        while dropped < at_most and (entry := self.finished.take_expired(now)):
+            self.bytes -= entry.size
+            dropped += 1
+        return dropped
+
+    def _make_room(self, growth: int, state: State) -> None:
+        limit = self.max_bytes if state is State.CANCELED else self.max_bytes - self.max_bytes // _RESERVE
+        for _ in range(_MAKE_ROOM):
+            if self.bytes + growth <= limit:
+                return
+            if not self.tidy(1):
+                break
+        raise StoreFull("The memory store is full: RUNONCE_MAX_STORE_BYTES is reached.")
+
+
+class _IdleOrder:
+    """Finished records in the order in which their idle time ends.
+
+    With one idle time for all, an LRU's order is that order. An LRU gives its oldest only by taking it out, so the one
+    that is next to expire may stand beside the cache.
+    """
+
+    def __init__(self) -> None:
+        self._cache: LRUCache[CallKey, _Entry] = LRUCache(maxsize=math.inf)
+        self._oldest: tuple[CallKey, _Entry] | None = None
+
+    def get(self, key: CallKey) -> _Entry | None:
+        """The entry, left where it stands in the order."""
+        if self._oldest and self._oldest[0] == key:
+            return self._oldest[1]
+        return Cache.__getitem__(self._cache, key) if key in self._cache else None
+
+    def put(self, key: CallKey, entry: _Entry) -> None:
+        """Keep the entry as the newest."""
+        if self._oldest and self._oldest[0] == key:
+            self._oldest = None
+        self._cache[key] = entry
+
+    def drop(self, key: CallKey) -> _Entry | None:
+        if self._oldest and self._oldest[0] == key:
+            entry, self._oldest = self._oldest[1], None
+            return entry
+        return self._cache.pop(key, None)
+
+    def take_expired(self, now: float) -> _Entry | None:
+        """Take out the oldest entry, if its idle time is over."""
+        if self._oldest is None:
+            if not self._cache:
+                return None
+            self._oldest = self._cache.popitem()
+        entry = self._oldest[1]
+        if entry.until > now:
+            return None
+        self._oldest = None
+        return entry
+
+    def __len__(self) -> int:
+        return len(self._cache) + (self._oldest is not None)
+
+    def __iter__(self) -> Iterator[_Entry]:
+        if self._oldest:
+            yield self._oldest[1]
+        for key in list(self._cache):
+            yield Cache.__getitem__(self._cache, key)
+
+
+def _seen(entry: _Entry | None, now: float) -> Seen:
+    return Seen(entry.record, entry.version, now, None, entry.repeats) if entry else Seen(None, "", now)
+
+
+def _size(record: Record) -> int:
+    size = _RECORD_BYTES + sum(map(len, record.key))
+    if record.response:
+        size += len(record.response.body)
+        size += sum(_HEADER_BYTES + len(name) + len(value) for name, value in record.response.headers)
+    return size
