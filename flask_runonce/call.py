@@ -1,0 +1,68 @@
+"""A run as its handler sees it (`current_call`), and a canceled call as a cancel hook sees it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from werkzeug.local import LocalProxy
+
+from .record import CallKey, Claim, SavedResponse
+
+
+class Call:
+    """The run that goes on: `current_call` in a handler, `environ["runonce.call"]` in WSGI (CONTRACT section 2)."""
+
+    def __init__(self, claim: Claim, result_budget: int | None = None) -> None:
+        self.claim = claim
+        self.result_budget = result_budget
+        self.released = False
+        self.started = time.monotonic()
+        self._canceled = False
+        self._event: threading.Event | None = None
+
+    @property
+    def key(self) -> CallKey:
+        return self.claim.key
+
+    @property
+    def canceled(self) -> bool:
+        """True once a cancel has arrived (from another process: within a second)."""
+        return self._canceled
+
+    def wait_canceled(self, timeout: float | None = None) -> bool:
+        """Wait for a cancel, at most `timeout` seconds; True when one has arrived."""
+        if self._event is None:
+            self._event = threading.Event()
+        if self._canceled:  # it may have arrived before there was an event to set
+            return True
+        return self._event.wait(timeout)
+
+    def release(self) -> None:
+        """Say "I did nothing": the call is forgotten when the handler returns, and a repeat may run."""
+        self.released = True
+
+    def tell_canceled(self) -> None:
+        """A cancel has arrived. For the library."""
+        self._canceled = True
+        if self._event is not None:
+            self._event.set()
+
+
+class CanceledCall(NamedTuple):
+    """What a cancel hook is called with: the key, what the first cancel found, and the saved response, if there is one.
+
+    `state` is "not_received", "running" or "done".
+    """
+
+    key: CallKey
+    state: str
+    saved: SavedResponse | None
+
+
+running: ContextVar[Call] = ContextVar("flask_runonce.running")
+
+current_call: Call = LocalProxy(running, unbound_message="There is no run here.")  # type: ignore[assignment]
+"""The run that the current code is part of. False outside of one."""
