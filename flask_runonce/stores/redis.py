@@ -1,0 +1,329 @@
+"""The store of several machines: Redis 6.2 or later, or Valkey (extra `redis`).
+
+    prefix:{digest}        a record, one hash; also the channel on which its changes are told
+    prefix:chat:{digest}   what a scope and chat has, for `list`: a sorted set of digests by the end of their idle time
+    prefix:since           set with the first record; what has gone of its time to live is the store's age
+
+Every key has a time to live, so Redis itself forgets. Every time is Redis's own. No script touches two keys: in a
+cluster they may lie apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import redis
+from redis.backoff import NoBackoff
+from redis.client import NEVER_DECODE
+from redis.connection import parse_url
+from redis.exceptions import ChildDeadlockedError, NoScriptError, RedisClusterException, RedisError
+from redis.retry import Retry
+
+from ..codec import decode, encode
+from ..errors import ConfigError, StoreFull, StoreUnavailable, UnreadableRecord
+from ..process import PerProcess
+from ..record import NOW, CallKey, Claim, Record, Seen, State
+from .protocol import Page, Renewed, Swapped
+
+logger = logging.getLogger("flask_runonce")
+
+_TIMEOUT = 2.0
+"""Seconds that a server may take to accept a connection, or to answer. A URL may say otherwise: `?socket_timeout=5`."""
+_POLL = 1.0
+"""Seconds after which a waiter looks again although it heard nothing."""
+_ERA = 10 * 365 * 86400
+"""The time to live that `prefix:since` starts with, in seconds: the store's age is what has gone of it."""
+
+_LOOK = """
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local function stamp(seconds) return string.format('%.6f', seconds) end
+local there = redis.call('HMGET', KEYS[1], 'version', 'lease', 'repeats', 'created', 'finished', 'facts', 'body')
+if not there[1] and redis.call('EXISTS', KEYS[1]) == 1 then return redis.error_reply('WRONGTYPE not a record') end
+"""
+
+_READ = _LOOK + "return {stamp(now), 0, unpack(there)}"
+
+# A full Redis refuses a script's first write if that may need memory. Where a record is there, the first write is one
+# that needs none, so that repeats, cancels and the ends of runs go on; only new calls are refused.
+_SWAP = (
+    _LOOK
+    + """
+local seen, version, if_lost, repeated, forget, lease, run, canceled, created, finished, facts, body = unpack(ARGV)
+local current = there[1] or ''
+if current ~= '' and current == version then  -- put by an attempt whose reply was lost on the way
+    return {stamp(now), 1, unpack(there, 1, 5)}
+end
+local lease_until = tonumber(there[2] or '')
+local left = math.max((lease_until or now) - now, 0)
+if current == seen and (if_lost == '0' or lease_until and left == 0) then
+    if current ~= '' then
+        redis.call('PERSIST', KEYS[1])
+        redis.pcall('PUBLISH', KEYS[1], version)
+    end
+    if version == '' then
+        redis.call('DEL', KEYS[1])
+        return {stamp(now), 1, false}
+    end
+    local repeats = there[3] or '0'
+    local until_ = lease ~= '' and stamp(now + lease) or ''
+    if created == 'now' then created = stamp(now) end
+    if finished == 'now' then finished = stamp(now) end
+    redis.call('HSET', KEYS[1], 'version', version, 'lease', until_, 'repeats', repeats, 'created', created,
+        'finished', finished, 'run', run, 'canceled', canceled, 'facts', facts, 'body', body)
+    redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + (tonumber(lease) or 0))))
+    return {stamp(now), 1, version, until_, repeats, created, finished}
+end
+if current ~= '' then
+    redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + left)))
+    if repeated == '1' then there[3] = redis.call('HINCRBY', KEYS[1], 'repeats', 1) end
+end
+return {stamp(now), 0, unpack(there)}
+"""
+)
+
+_RENEW = """
+local run, forget, lease = unpack(ARGV)
+local there = redis.call('HMGET', KEYS[1], 'run', 'canceled')
+if there[1] ~= run then return 'lost' end
+local time = redis.call('TIME')
+redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + lease)))
+redis.call('HSET', KEYS[1], 'lease', string.format('%.6f', time[1] + time[2] / 1000000 + lease))
+return there[2]
+"""
+
+_NOTE = """
+local digest, idle = unpack(ARGV)
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local forgotten = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 4)
+if #forgotten > 0 then redis.call('ZREM', KEYS[1], unpack(forgotten)) end
+redis.call('ZADD', KEYS[1], 'GT', now + idle, digest)
+if redis.call('PTTL', KEYS[1]) < 1000 * idle then redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * idle)) end
+"""
+
+_SCRIPTS = {hashlib.sha1(script.encode()).hexdigest(): script for script in (_READ, _SWAP, _RENEW, _NOTE)}
+_READ_SHA, _SWAP_SHA, _RENEW_SHA, _NOTE_SHA = _SCRIPTS
+
+_ERRORS = (RedisError, RedisClusterException, ChildDeadlockedError, OSError)
+_Command: TypeAlias = tuple[Any, ...]
+
+
+class RedisStore:
+    """Keeps records in Redis, for any number of processes and machines.
+
+    `url_or_client` is a URL (`redis://`, `rediss://`, `unix://`), or a `redis.Redis` or `redis.RedisCluster` of the
+    app's own, whose time-outs, retries and bound on connections then hold; each call that waits takes a connection.
+    `prefix` starts every key and channel. Raises `ConfigError` for a URL that is none.
+    """
+
+    shared = True
+
+    def __init__(self, url_or_client: str | redis.Redis | redis.RedisCluster, *, prefix: str = "runonce") -> None:
+        self._prefix = prefix
+        self._first = iter((True,))  # gives True once, to one thread
+        self._owned = isinstance(url_or_client, str)
+        self._client: PerProcess[redis.Redis | redis.RedisCluster]
+        if isinstance(url_or_client, str):
+            try:
+                parse_url(url_or_client)  # type: ignore[no-untyped-call]
+            except ValueError as error:
+                raise ConfigError("RUNONCE_STORE_URI", f"is not a Redis URL: {error}") from error
+            self._client = PerProcess(lambda: _client(url_or_client))
+        else:
+            self._client = PerProcess(lambda: url_or_client)
+
+    def read(self, key: CallKey) -> Seen:
+        (reply,) = self._run(_look(self._name(key)))
+        return _seen(_checked(reply))
+
+    def swap(
+        self,
+        key: CallKey,
+        seen: str,
+        new: Record | None,
+        *,
+        forget_after: float,
+        lease: float,
+        if_lost: bool = False,
+        repeat: bool = False,
+    ) -> Swapped:
+        version = secrets.token_hex(8) if new else ""
+        swap = ("EVALSHA", _SWAP_SHA, 1, self._name(key), seen, version, int(if_lost), int(repeat), forget_after)
+        arguments = _arguments(new, lease)
+        commands: list[_Command] = [(*swap, *arguments)]
+        if new:
+            commands.append(self._note(key, forget_after + lease))
+        if not seen:
+            commands.append(("SET", f"{self._prefix}:since", 1, "EX", _ERA, "NX"))
+        reply = _checked(self._run(*commands)[0])
+        if not reply[1]:
+            return Swapped(False, _seen(reply))
+        if new is None:
+            return Swapped(True, Seen(None, "", float(reply[0])))
+        return Swapped(True, _seen([*reply, *arguments[-2:]]))
+
+    def renew(self, claims: Sequence[Claim], *, forget_after: float, lease: float) -> Renewed:
+        commands: list[_Command] = []
+        for claim in claims:
+            name = self._name(claim.key)
+            commands.append(("EVALSHA", _RENEW_SHA, 1, name, claim.run, forget_after, lease))
+            commands.append(self._note(claim.key, forget_after + lease))
+        answers = dict(zip((claim.run for claim in claims), map(_checked, self._run(*commands)[::2]), strict=True))
+        return Renewed(
+            canceled=frozenset(run for run, answer in answers.items() if answer == b"1"),
+            lost=frozenset(run for run, answer in answers.items() if answer == b"lost"),
+        )
+
+    def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
+        left = timeout
+        deadline = time.monotonic() + timeout
+        with _unavailable(), self._client().pubsub() as pubsub:  # type: ignore[no-untyped-call]
+            pubsub.subscribe(self._name(key))
+            while True:
+                # The first message says that we are subscribed: no change after the first look goes unheard.
+                pubsub.get_message(timeout=min(left, _POLL))
+                seen = self.read(key)
+                left = deadline - time.monotonic()
+                if seen.version != version or left <= 0:
+                    return seen
+
+    def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
+        names = self._names(scope, chat_id)
+        found = []
+        for name, reply in zip(names, self._run(*(("HMGET", name, "created", "facts") for name in names)), strict=True):
+            created, facts = _checked(reply)
+            if created is None:
+                continue  # forgotten, and still on its chat's list
+            key = decode(facts, b"", created_at=float(created), finished_at=None).key
+            if scope in (None, key.scope) and chat_id in (None, key.chat_id):
+                found.append((float(created), name))
+        found.sort(reverse=True)
+        replies = self._run(*(_look(name) for _, name in found[offset : offset + limit]))
+        rows = [seen for seen in map(_seen, map(_checked, replies)) if seen.record]
+        return Page(rows, len(found))
+
+    def purge(self) -> int:
+        """Nothing to do: Redis drops what has had its time."""
+        return 0
+
+    def age(self) -> float:
+        (left,) = map(_checked, self._run(("PTTL", f"{self._prefix}:since")))
+        return max(0.0, _ERA - left / 1000) if left >= 0 else 0.0
+
+    def close(self) -> None:
+        """Close the connections, unless the client is the app's own."""
+        if self._owned and (client := self._client.made):
+            client.close()
+
+    def _name(self, key: CallKey) -> str:
+        return f"{self._prefix}:{{{key.digest}}}"
+
+    def _chat(self, scope: str, chat_id: str) -> str:
+        return f"{self._prefix}:chat:{{{CallKey(scope, chat_id, '').digest}}}"
+
+    def _note(self, key: CallKey, idle: float) -> _Command:
+        return ("EVALSHA", _NOTE_SHA, 1, self._chat(key.scope, key.chat_id), key.digest, idle)
+
+    def _names(self, scope: str | None, chat_id: str | None) -> Sequence[str]:
+        """Where the records of a scope and chat are: on the chat's list, else wherever in Redis."""
+        if scope is not None and chat_id is not None:
+            (digests,) = map(_checked, self._run(("ZRANGE", self._chat(scope, chat_id), 0, -1)))
+            return [f"{self._prefix}:{{{digest.decode()}}}" for digest in digests]
+        pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix) + ":{*}"
+        with _unavailable():
+            names = set(self._client().scan_iter(match=pattern, count=1000))
+        return [name if isinstance(name, str) else name.decode() for name in names]
+
+    def _run(self, *commands: _Command) -> Sequence[Any]:
+        """The replies to `commands`, sent together: bytes, whatever the client decodes, and errors among them."""
+        client = self._client()
+        with _unavailable():
+            replies = _send(client, commands)
+            unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            # Sent in full, a script is run and also known from then on.
+            in_full = [("EVAL", _SCRIPTS[commands[n][1]], *commands[n][2:]) for n in unknown]
+            for n, reply in zip(unknown, _send(client, in_full), strict=True):
+                replies[n] = reply
+        if next(self._first, False):
+            _warn_if_evicting(client)
+        return replies
+
+
+def _client(url: str) -> redis.Redis:
+    """A client that gives up within seconds. A broken connection is tried once more; a silent server is not."""
+    return redis.Redis.from_url(
+        url,
+        socket_connect_timeout=_TIMEOUT,
+        socket_timeout=_TIMEOUT,
+        retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+        max_connections=2**31 - 1,
+    )
+
+
+def _send(client: redis.Redis | redis.RedisCluster, commands: Iterable[_Command]) -> list[Any]:
+    with client.pipeline(transaction=False) as pipeline:
+        for command in commands:
+            pipeline.execute_command(*command, **{NEVER_DECODE: True})
+        return pipeline.execute(raise_on_error=False)
+
+
+def _look(name: str) -> _Command:
+    return ("EVALSHA", _READ_SHA, 1, name)
+
+
+def _arguments(new: Record | None, lease: float) -> Sequence[Any]:
+    """What the script puts: lease, run, canceled, created, finished, facts, body."""
+    if new is None:
+        return [""] * 7
+    running = new.state is State.RUNNING
+    times = ("" if at is None else "now" if at == NOW else repr(at) for at in (new.created_at, new.finished_at))
+    return (lease if running else "", new.run if running else "", int(bool(new.found)), *times, *encode(new))
+
+
+def _seen(reply: Sequence[Any]) -> Seen:
+    now, _, version, lease, repeats, created, finished, facts, body = reply
+    if version is None:
+        return Seen(None, "", float(now))
+    try:
+        created_at, finished_at = float(created), float(finished) if finished else None
+        record = decode(facts, body, created_at=created_at, finished_at=finished_at)
+        return Seen(record, version.decode(), float(now), float(lease) if lease else None, int(repeats))
+    except (TypeError, ValueError) as error:
+        raise UnreadableRecord(f"A stored record cannot be read: {error}") from error
+
+
+def _checked(reply: Any) -> Any:
+    if not isinstance(reply, Exception):
+        return reply
+    if "OOM command not allowed" in str(reply):
+        raise StoreFull("Redis has no memory left for another record.") from reply
+    if "WRONGTYPE" in str(reply):
+        raise UnreadableRecord("What Redis holds under a call's key is not a record.") from reply
+    raise StoreUnavailable(f"Redis did not do it: {reply}") from reply
+
+
+@contextlib.contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except _ERRORS as error:
+        raise StoreUnavailable(f"Redis cannot be reached: {error}") from error
+
+
+def _warn_if_evicting(client: redis.Redis | redis.RedisCluster) -> None:
+    with contextlib.suppress(*_ERRORS):
+        policy = client.info("memory").get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            logger.warning(
+                "Redis may evict records: its maxmemory-policy is %s. A call whose record is gone may run again; "
+                "set it to noeviction, or give flask-runonce a Redis of its own.",
+                policy,
+            )
