@@ -21,7 +21,7 @@ class Call:
         self.released = False
         self.started = time.monotonic()
         self._canceled = False
-        self._event: threading.Event | None = None
+        self._events: dict[str, threading.Event] = {}
 
     @property
     def key(self) -> CallKey:
@@ -34,11 +34,8 @@ class Call:
 
     def wait_canceled(self, timeout: float | None = None) -> bool:
         """Wait for a cancel, at most `timeout` seconds; True when one has arrived."""
-        if self._event is None:
-            self._event = threading.Event()
-        if self._canceled:  # it may have arrived before there was an event to set
-            return True
-        return self._event.wait(timeout)
+        event = self._events.setdefault("canceled", threading.Event())  # made only where somebody waits; atomic
+        return self._canceled or event.wait(timeout)  # it may have arrived before there was an event to set
 
     def release(self) -> None:
         """Say "I did nothing": the call is forgotten when the handler returns, and a repeat may run."""
@@ -47,8 +44,8 @@ class Call:
     def tell_canceled(self) -> None:
         """A cancel has arrived. For the library."""
         self._canceled = True
-        if self._event is not None:
-            self._event.set()
+        for event in list(self._events.values()):
+            event.set()
 
 
 class CanceledCall(NamedTuple):

@@ -54,6 +54,6 @@ class WrongTable(StoreError):
     """The database holds a table of another version. `table` is its name, `found` the version that it says."""
 
     def __init__(self, table: str, found: str) -> None:
-        super().__init__(f"The table {table!r} is of version {found!r}, which this release of flask-runonce cannot use.")
+        super().__init__(f"The table {table!r} is of version {found!r}, which this release cannot use.")
         self.table = table
         self.found = found

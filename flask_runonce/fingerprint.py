@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from werkzeug.wsgi import get_content_length
 
@@ -14,45 +14,58 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import InputStream, WSGIEnvironment
 
 _CHUNK = 64 * 1024
-_INPUT = "runonce.input"
+
+T = TypeVar("T")
 
 
 class Input:
     """A `wsgi.input` that can be read ahead of the handler, and never past its Content-Length.
 
-    A body that belongs to the fingerprint (not multipart, of a known length up to `limit` bytes) is read whole at the
-    first touch and then read from memory by whoever comes, in the order of the first reader's position. Any other body
-    passes through and is only counted.
+    A body of a known length up to `limit` bytes is read whole at the first touch, and then from memory by whoever
+    comes. Any other body passes through and is only counted.
     """
 
     def __init__(self, environ: WSGIEnvironment, limit: int) -> None:
         self._stream: InputStream = environ["wsgi.input"]
         length = get_content_length(environ)
         self._left: float = length if length is not None else math.inf if environ.get("wsgi.input_terminated") else 0
-        multipart = str(environ.get("CONTENT_TYPE", "")).lower().lstrip().startswith("multipart/")
-        self._whole = length is not None and length <= limit and not multipart
+        self._fits = length is not None and length <= limit
+        self._multipart = str(environ.get("CONTENT_TYPE", "")).lower().lstrip().startswith("multipart/")
         self._body: bytes | None = None
-        self.complete = True
+        self._complete = True
 
     @classmethod
     def of(cls, environ: WSGIEnvironment, limit: int) -> Input:
         """The environ's own, put in the place of its `wsgi.input` at the first call."""
-        found = environ.get(_INPUT)
-        if isinstance(found, cls) and environ["wsgi.input"] is found:
+        found = environ["wsgi.input"]
+        if isinstance(found, cls):
             return found
-        made = environ[_INPUT] = environ["wsgi.input"] = cls(environ, limit)
+        made = environ["wsgi.input"] = cls(environ, limit)
         return made
 
-    def body(self) -> bytes | None:
-        """The whole body, which the handler can still read; None where it is no part of the fingerprint.
-
-        Sets `complete` to False when the client sent less than its Content-Length.
-        """
-        if self._whole and self._body is None:
-            self._body = self._fetch(int(self._left))
-            self.complete = len(self._body) == self._left
+    def fetch(self) -> bool:
+        """Read the body ahead, if it fits; False when the client sent less than its Content-Length."""
+        if self._fits and self._body is None:
+            self._body = self._receive(int(self._left))
+            self._complete = len(self._body) == self._left
             self._stream, self._left = io.BytesIO(self._body), len(self._body)
-        return self._body
+        return self._complete
+
+    @property
+    def fingerprinted(self) -> bytes | None:
+        """The body as far as it belongs to the fingerprint: None for multipart, whose boundary changes, or too large."""
+        return None if self._multipart else self._body
+
+    def aside(self, read: Callable[[], T]) -> T:
+        """What `read()` returns, who may read the body from its start without taking it from the handler."""
+        if not isinstance(self._stream, io.BytesIO) or self._body is None:
+            return read()
+        position = self._stream.seek(0, io.SEEK_CUR)
+        self._seek(0)
+        try:
+            return read()
+        finally:
+            self._seek(position)
 
     def drain(self) -> None:
         """Read and drop what the handler did not read, so that the connection's next request is not read from it."""
@@ -83,8 +96,13 @@ class Input:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.readline, b"")
 
+    def _seek(self, position: int) -> None:
+        assert isinstance(self._stream, io.BytesIO) and self._body is not None
+        self._stream.seek(position)
+        self._left = len(self._body) - position
+
     def _bounded(self, size: int | None) -> int:
-        self.body()
+        self.fetch()
         if size is None or size < 0 or size > self._left:
             return -1 if self._left == math.inf else int(self._left)
         return size
@@ -93,7 +111,7 @@ class Input:
         self._left -= len(data)
         return data
 
-    def _fetch(self, length: int) -> bytes:
+    def _receive(self, length: int) -> bytes:
         chunks = []
         try:
             while length and (chunk := self._stream.read(length)):
@@ -118,4 +136,3 @@ def fingerprint(environ: WSGIEnvironment, body: bytes | None) -> str:
     if body is not None:
         digest.update(body)
     return digest.hexdigest()
-

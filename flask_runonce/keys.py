@@ -80,7 +80,7 @@ def tool_call(
     chat_id_header: str = CHAT_ID_HEADER,
     tool_call_id_header: str = TOOL_CALL_ID_HEADER,
 ) -> CallKey | None:
-    """The key that the two headers name; None without a tool call ID, or with one but no chat ID. Raises `InvalidKey`."""
+    """The key that the two headers name; None where a tool call ID or a chat ID is missing. Raises `InvalidKey`."""
     tool_call_id = environ.get(environ_name(tool_call_id_header))
     if tool_call_id is None:
         return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A whole response: status line, headers in order, body. It is a WSGI app; `code` names the problem, if it is one."""
+    """A whole response, and a WSGI app: status line, headers in order, body. `code` names the problem, if it is one."""
 
     status: str
     headers: tuple[tuple[str, str], ...]

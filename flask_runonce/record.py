@@ -1,4 +1,4 @@
-"""The values that travel between the rule, the runner and the stores. All are frozen; none knows what it is used for."""
+"""The values that travel between the rule, the runner and the stores. All are frozen; none knows its use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CallKey(NamedTuple):
 
 
 class SavedResponse(NamedTuple):
-    """What a repeat is answered with: the status line ("201 CREATED"), the representation headers in order, the body."""
+    """What repeats are answered with: the status line ("201 CREATED"), the representation headers in order, the body."""
 
     status: str
     headers: tuple[tuple[str, str], ...] = ()

@@ -20,6 +20,7 @@ differently, when a call may run.
               done          the body was too large                                    REFUSE response_too_large
               done          otherwise                                                 REPLAY
     finish    ours                                         done                       SAVED
+              ours, done    with this very outcome                                    SAVED
               anything                                                                GONE
     release   ours          canceled                       canceled, not received     SAVED
               ours          otherwise                      nothing                    SAVED
@@ -67,7 +68,10 @@ class Put(enum.Enum):
 
 
 class Move(NamedTuple):
-    """The rule's answer. `if_lost`: put only if the lease has ended, by the store's clock. `owed`: call the cancel hooks."""
+    """The rule's answer.
+
+    `if_lost`: put only if the lease has ended, by the store's clock. `owed`: call the cancel hooks, once it is put.
+    """
 
     do: Do
     put: Record | Put = Put.AS_IT_IS
@@ -77,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request that wants to run. `run` is the token that its run would have, `waited_for` that of the run it waits for."""
+    """A request that wants to run: `run` is the token that its run would have, `waited_for` that of the run it awaits."""
 
     key: CallKey
     run: str
@@ -110,6 +114,8 @@ def begin(seen: Seen, request: Request) -> Move:
 def finish(seen: Seen, run: str, outcome: Outcome, response: SavedResponse | None = None) -> Move:
     """The run `run` has ended; `response` is what to keep of it (None when the outcome is unknown)."""
     record = seen.record
+    if record and record.state is State.DONE and (record.run, record.outcome) == (run, outcome):
+        return Move(Do.SAVED)  # the save that this one repeats did arrive; only its reply was lost
     if record is None or not _ours(record, run):
         return Move(Do.GONE)
     return Move(Do.SAVED, _end(record, outcome, response), owed=record.owed)

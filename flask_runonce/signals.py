@@ -1,6 +1,7 @@
 """What the library tells while it works (CONTRACT section 8): blinker signals and log lines.
 
-Each signal's sender is the app (the wrapped one, for the middleware). Each is sent with `key`, a `CallKey`, and:
+Each signal's sender is the app (the wrapped one, for the middleware). Each is sent with `key`, a `CallKey`
+(None for a refusal before the key is known), and:
 
 - `call_started`: nothing more
 - `call_finished`: `status` (the number; 500 where the outcome is unknown), `seconds` that the run took
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from blinker import Namespace, NamedSignal
+from blinker import NamedSignal, Namespace
 
 from .record import CallKey
 
@@ -37,7 +38,7 @@ result_cut = _namespace.signal("result_cut")
 _LEVELS = {call_lost.name: logging.WARNING, result_cut.name: logging.INFO, call_canceled.name: logging.INFO}
 
 
-def tell(signal: NamedSignal, sender: Any, key: CallKey, **facts: Any) -> None:
+def tell(signal: NamedSignal, sender: Any, key: CallKey | None, **facts: Any) -> None:
     """Log `signal` and send it. A receiver that raises is logged: telling never changes what becomes of a call."""
     log(_LEVELS.get(signal.name, logging.DEBUG), key, signal.name.replace("_", " "), facts)
     if signal.receivers:
@@ -47,11 +48,11 @@ def tell(signal: NamedSignal, sender: Any, key: CallKey, **facts: Any) -> None:
             logger.exception("A receiver of %s raised.", signal.name, extra=_ids(key))
 
 
-def log(level: int, key: CallKey, message: str, facts: object = "", *, exc_info: bool = False) -> None:
+def log(level: int, key: CallKey | None, message: str, facts: object = "", *, exc_info: bool = False) -> None:
     """One line about a call, which carries its IDs as the extras `chat_id` and `tool_call_id`."""
     if logger.isEnabledFor(level):
         logger.log(level, "%s %s", message, facts or "", extra=_ids(key), exc_info=exc_info)
 
 
-def _ids(key: CallKey) -> dict[str, str]:
-    return {"scope": key.scope, "chat_id": key.chat_id, "tool_call_id": key.tool_call_id}
+def _ids(key: CallKey | None) -> dict[str, str]:
+    return (key or CallKey("", "", ""))._asdict()

@@ -9,14 +9,14 @@ from ..record import CallKey, Claim, Record, Seen
 
 
 class Swapped(NamedTuple):
-    """The answer of a swap: whether the new record was put, and what is there now (the new one, or the one in its way)."""
+    """The answer of a swap: whether the new record was put, and what is there now (it, or the one in its way)."""
 
     done: bool
     seen: Seen
 
 
 class Renewed(NamedTuple):
-    """The answer of a renewal, as run tokens: those whose call has been canceled, and those that are not ours any more."""
+    """The answer of a renewal, as run tokens: whose call has been canceled, and which are not ours any more."""
 
     canceled: frozenset[str]
     lost: frozenset[str]
@@ -72,9 +72,7 @@ class Store(Protocol):
     def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
         """Return what is under `key` as soon as its version is not `version`, or after `timeout` seconds."""
 
-    def list(
-        self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0
-    ) -> Page:
+    def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
         """The records of a scope and chat (None: of all), newest first. For people; never part of a decision."""
 
     def purge(self) -> int:

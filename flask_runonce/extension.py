@@ -1,0 +1,228 @@
+"""The Flask extension: `RunOnce`, and `once` for views (CONTRACT section 2)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+
+from flask import Flask, Response, current_app, has_app_context, request
+from werkzeug.datastructures import Headers
+
+from .blueprint import EXTENSION, make_blueprint, response_of, service_of_app
+from .call import Call, CanceledCall
+from .capture import as_current, collect
+from .cli import group
+from .problems import Answer
+from .service import CALL, UNSET, Fingerprint, Guard, Hook, Key, Options, Scope, Service, Unset
+from .settings import METHODS, Settings
+from .signals import logger
+from .stores import Store
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+View = TypeVar("View", bound=Callable[..., Any])
+_View: TypeAlias = Callable[..., Any]
+
+_RAISED = "runonce.raised"
+
+
+class RunOnce:
+    """Runs the calls of decorated views at most once.
+
+    `store` is a store or its URI (default: `RUNONCE_STORE_URI`). The callables take the WSGI environ and run inside the
+    request context: `key` answers a `CallKey` or None, `scope` a string or None, `guard` raises an HTTPException to
+    refuse a cancel, list or show. One object serves several apps; it keeps nothing of theirs.
+    """
+
+    def __init__(
+        self,
+        app: Flask | None = None,
+        *,
+        store: Store | str | None = None,
+        key: Key | None = None,
+        scope: Scope | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._scope = scope
+        self._guard = guard
+        self._hooks: list[Hook] = []
+        self._decorated: list[tuple[_View, _View]] = []
+        self.blueprint = make_blueprint()
+        if app is not None:
+            self.init_app(app)
+
+    def init_app(self, app: Flask) -> None:
+        """Set run-once up for `app`: reads its `RUNONCE_…` configuration and mounts the blueprint.
+
+        Raises `ConfigError` for a setting that is unknown or makes no sense, RuntimeError when `app` has a RunOnce.
+        """
+        if EXTENSION in app.extensions:
+            raise RuntimeError("This app has a RunOnce already.")
+        service = Service(
+            Settings.load(app.config),
+            store=self._store,
+            key=self._key,
+            scope=self._scope,
+            guard=self._guard,
+            sender=app,
+            call_hooks=functools.partial(self._call_hooks, app),
+        )
+        app.extensions[EXTENSION] = service
+        if service.settings.url_prefix is not None:
+            app.register_blueprint(self.blueprint, url_prefix=service.settings.url_prefix)
+        app.cli.add_command(group)
+        app.wsgi_app = _Entrance(app, service, self._decorated)  # type: ignore[method-assign]
+        _let_errors_pass(app)
+
+    @overload
+    def once(self, view: View, /) -> View: ...
+
+    @overload
+    def once(
+        self,
+        view: None = None,
+        /,
+        *,
+        required: bool | None = None,
+        fingerprint: Fingerprint | Unset = UNSET,
+        on_lost: str | None = None,
+        result_budget: int | None | Unset = UNSET,
+        methods: Collection[str] = METHODS,
+    ) -> Callable[[View], View]: ...
+
+    def once(self, view: View | None = None, /, **options: Any) -> View | Callable[[View], View]:
+        """Run a view's calls at most once. A decorator, with or without arguments; it stands below `@app.route`.
+
+        `required`: refuse requests without a key. `fingerprint`: None turns it off, a callable takes the environ and
+        answers bytes. `on_lost`: "refuse" or "rerun", for views that are safe to repeat when a run's owner was lost.
+        `result_budget`: bytes that a text or JSON answer may have. `methods`: those that act. What is not given is the
+        configuration's. Raises TypeError and ValueError for options that make no sense.
+        """
+        if view is None:
+            return functools.partial(self._decorate, options=Options(**options))
+        return self._decorate(view, options=Options(**options))
+
+    def on_cancel(self, hook: Hook) -> Hook:
+        """Have `hook` called with a `CanceledCall` at each cancel, to stop what the call left running. A decorator."""
+        self._hooks.append(hook)
+        return hook
+
+    def _decorate(self, view: View, *, options: Options) -> View:
+        @functools.wraps(view)
+        def once(*args: Any, **kwargs: Any) -> Any:
+            service = service_of_app()
+            admitted = service.admit(request.environ, options)
+            if isinstance(admitted, Answer):
+                return response_of(admitted)
+            call_view = functools.partial(current_app.ensure_sync(view), *args, **kwargs)
+            return call_view() if admitted is None else _run(service, admitted, call_view)
+
+        self._decorated.append((view, once))
+        return once  # type: ignore[return-value]
+
+    def _call_hooks(self, app: Flask, call: CanceledCall) -> None:
+        with contextlib.nullcontext() if has_app_context() else app.app_context():
+            for hook in self._hooks:
+                app.ensure_sync(hook)(call)
+
+
+class _Entrance:
+    """Stands around `app.wsgi_app`: makes the body of what may be a call readable ahead of the view."""
+
+    def __init__(self, app: Flask, service: Service, decorated: Iterable[tuple[_View, _View]]) -> None:
+        self._app = app
+        self._wsgi_app: WSGIApplication = app.wsgi_app
+        self._service = service
+        self._decorated = decorated
+        self._first = True
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if self._first:
+            self._first = False
+            _report_misplaced(self._app, self._decorated)
+        if self._service.may_be_call(environ):
+            self._service.input(environ)
+        return self._wsgi_app(environ, start_response)
+
+
+def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
+    """Run the view and end the run with the response that the app makes of it, or of what it raised."""
+    request.environ[CALL] = call
+    try:
+        with as_current(call), contextlib.ExitStack() as closing:
+            response = _response_of_view(view)
+            closing.callback(getattr(response.response, "close", _nothing))
+            collected = collect(
+                response.iter_encoded(),
+                lambda: (response.status, list(response.headers)),
+                limit=service.settings.max_body_bytes,
+                result_budget=call.result_budget,
+            )
+            close_body = closing.pop_all().close if collected.rest is not None else _nothing
+    except BaseException as error:
+        service.runner.fail(call)
+        request.environ[_RAISED] = error
+        raise
+    if collected.rest is not None:
+        response.response = service.tail(call, collected, close_body)
+        return response
+    response.response = [collected.body]
+    response.direct_passthrough = False
+    if collected.original_bytes is not None:
+        response.headers = Headers(collected.headers)
+    service.end(call, collected)
+    return response
+
+
+def _response_of_view(view: Callable[[], Any]) -> Response:
+    try:
+        answer = view()
+    except Exception as error:
+        # Here, and not after the view, because an abort() and a handled error are the run's response.
+        answer = current_app.handle_user_exception(error)
+    return current_app.make_response(answer)
+
+
+def _let_errors_pass(app: Flask) -> None:
+    """Have an error that left a run treated as Flask treats one that its error handlers did not answer.
+
+    They have had it already: asked again, one that raised would answer where the app would say 500.
+    """
+    handle = app.handle_user_exception
+
+    @functools.wraps(handle)
+    def handle_user_exception(error: Exception) -> Any:
+        if request.environ.get(_RAISED) is error:
+            raise error
+        return handle(error)
+
+    app.handle_user_exception = handle_user_exception  # type: ignore[method-assign,assignment]
+
+
+def _report_misplaced(app: Flask, decorated: Iterable[tuple[_View, _View]]) -> None:
+    """Warn of each view whose decorator has no effect, because the app serves what it was put around."""
+    served = {endpoint: _layers(view) for endpoint, view in app.view_functions.items()}
+    for view, once in decorated:
+        if any(once in layers for layers in served.values()):
+            continue
+        for endpoint, layers in served.items():
+            if view in layers:
+                logger.warning(
+                    "The endpoint %r is not run once: its decorator stands above the route. Move it below.", endpoint
+                )
+
+
+def _layers(view: _View) -> list[_View]:
+    layers = [view]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    return layers
+
+
+def _nothing() -> None:
+    pass

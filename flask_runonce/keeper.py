@@ -1,0 +1,101 @@
+"""The one background thread of a process that shares its store: it says that our runs are alive, and tries again.
+
+It renews the leases of all runs in one call, learns by that which of them were canceled, and repeats the saves and
+releases that the store could not take. It is started with the first run and sleeps while there is nothing to keep.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from .call import Call
+from .errors import StoreError
+from .process import PerProcess
+from .signals import log, logger
+from .stores.protocol import Store
+
+INTERVAL = 0.5
+"""Seconds between renewals at most: a cancel in another process is to be known here within a second."""
+
+
+class Keeper:
+    """Keeps the runs of this process alive in `store`. `forget_after` and `lease` are seconds, as for its verbs."""
+
+    def __init__(self, store: Store, *, forget_after: float, lease: float) -> None:
+        self._store = store
+        self._forget_after = forget_after
+        self._lease = lease
+        self._interval = min(INTERVAL, lease / 4)
+        self._work = PerProcess(self._start)
+
+    def hold(self, call: Call) -> None:
+        """Renew the call's lease until `let_go`."""
+        work = self._work()
+        work.calls[call.claim.run] = call
+        work.wake.set()
+
+    def let_go(self, run: str) -> None:
+        """The run has ended: its lease may end."""
+        self._work().calls.pop(run, None)
+
+    def again(self, job: Callable[[], None]) -> None:
+        """Do `job` until it raises no `StoreError`, or until a lease has passed and it can change nothing any more."""
+        work = self._work()
+        work.jobs.append((job, time.monotonic() + self._lease))
+        work.wake.set()
+
+    def _start(self) -> _Work:
+        work = _Work()
+        threading.Thread(target=self._loop, args=(work,), name="flask-runonce", daemon=True).start()
+        return work
+
+    def _loop(self, work: _Work) -> None:
+        while True:
+            work.wake.wait()
+            time.sleep(self._interval)
+            try:
+                self._renew(work)
+                self._try_again(work)
+            except Exception:  # a thread that dies here would let every lease of the process end
+                logger.exception("Leases could not be renewed.")
+            work.wake.clear()
+            if work.calls or work.jobs:  # also what came between the look and the clear
+                work.wake.set()
+
+    def _renew(self, work: _Work) -> None:
+        calls = dict(work.calls)
+        if not calls:
+            return
+        try:
+            renewed = self._store.renew(
+                [call.claim for call in calls.values()], forget_after=self._forget_after, lease=self._lease
+            )
+        except StoreError as error:
+            logger.warning("Leases could not be renewed: %s", error)
+            return
+        for run in renewed.canceled:
+            calls[run].tell_canceled()
+        for run in renewed.lost:
+            if work.calls.pop(run, None):  # not one that has ended meanwhile
+                log(logging.WARNING, calls[run].key, "The claim to a run was lost; its end will change nothing.")
+
+    def _try_again(self, work: _Work) -> None:
+        jobs, work.jobs[:] = list(work.jobs), []
+        for job, deadline in jobs:
+            try:
+                job()
+            except StoreError as error:
+                if time.monotonic() < deadline:
+                    work.jobs.append((job, deadline))
+                else:
+                    logger.error("The end of a run could not be saved before its lease ended: %s", error)
+
+
+class _Work:
+    def __init__(self) -> None:
+        self.calls: dict[str, Call] = {}
+        self.jobs: list[tuple[Callable[[], None], float]] = []
+        self.wake = threading.Event()

@@ -1,0 +1,222 @@
+"""One app's run-once service: what the WSGI middleware and the Flask extension share, so that both stay thin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from werkzeug.exceptions import HTTPException
+
+from . import keys
+from .call import Call, CanceledCall
+from .capture import Collected, Tail, kept_headers
+from .errors import ConfigError, InvalidKey
+from .fingerprint import Input, fingerprint
+from .problems import Answer, invalid_key, problem
+from .record import CallKey, SavedResponse
+from .runner import Runner
+from .settings import METHODS, Settings
+from .signals import call_refused, logger, result_cut, tell
+from .stores import Store, open_store
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIEnvironment
+
+Key: TypeAlias = "Callable[[WSGIEnvironment], CallKey | None]"
+Scope: TypeAlias = "Callable[[WSGIEnvironment], str | None]"
+Guard: TypeAlias = "Callable[[WSGIEnvironment], object]"
+Fingerprint: TypeAlias = "Callable[[WSGIEnvironment], bytes] | None"
+Hook: TypeAlias = Callable[[CanceledCall], object]
+
+CALL = "runonce.call"
+"""The environ's key of the run that goes on."""
+
+
+class Unset:
+    """Stands for an option that was not given, where None is a value."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `once(...)` takes (CONTRACT section 2). What is not given is the configuration's."""
+
+    required: bool | None = None
+    fingerprint: Fingerprint | Unset = UNSET
+    on_lost: str | None = None
+    result_budget: int | None | Unset = UNSET
+    methods: Collection[str] = METHODS
+
+    def __post_init__(self) -> None:
+        if self.on_lost not in (None, "refuse", "rerun"):
+            raise ValueError(f'on_lost must be "refuse" or "rerun", not {self.on_lost!r}.')
+        if isinstance(self.methods, str):
+            raise TypeError("methods must be a collection of method names, not a string.")
+        Settings(result_budget=None if isinstance(self.result_budget, Unset) else self.result_budget)
+        object.__setattr__(self, "methods", frozenset(method.upper() for method in self.methods))
+
+
+class Service:
+    """The settings, the callables and the runner of one app.
+
+    `sender` is the app that signals name; `call_hooks` calls its cancel hooks. Raises `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        store: Store | str | None,
+        key: Key | None,
+        scope: Scope | None,
+        guard: Guard | None,
+        sender: Any,
+        call_hooks: Callable[[CanceledCall], None],
+    ) -> None:
+        if key is keys.idempotency_key and scope is None:
+            raise ConfigError("scope", "is needed with keys.idempotency_key: all callers share one chat")
+        self.settings = settings
+        self._sender = sender
+        self._has_own_key = key not in (None, keys.tool_call)
+        self._tool_call_id_name = keys.environ_name(settings.tool_call_id_header)
+        self._key: Key = (
+            key
+            if key and self._has_own_key
+            else functools.partial(
+                keys.tool_call,
+                chat_id_header=settings.chat_id_header,
+                tool_call_id_header=settings.tool_call_id_header,
+            )
+        )
+        self._scope = scope
+        self._guard = guard
+        if store is None or isinstance(store, str):
+            store = open_store(
+                store or settings.store_uri, prefix=settings.key_prefix, max_bytes=settings.max_store_bytes
+            )
+        self.runner = Runner(store, settings, sender=sender, call_hooks=call_hooks)
+        if guard is None and scope is None and settings.url_prefix is not None:
+            logger.warning(
+                "The cancel routes under %s are open to whoever reaches them: they have neither a guard nor a scope.",
+                settings.url_prefix,
+            )
+
+    def admit(self, environ: WSGIEnvironment, options: Options) -> Call | Answer | None:
+        """Decide what a request is: a `Call` to run, an `Answer` to give, or None where it is no call of ours.
+
+        Raises the HTTPException of a key or scope callable.
+        """
+        if environ["REQUEST_METHOD"] not in options.methods:
+            return None
+        key = self._key_of(environ)
+        if key is None:
+            required = self.settings.required if options.required is None else options.required
+            return self._refuse(environ, problem("key_required")) if required else None
+        if isinstance(key, Answer):
+            return self._refuse(environ, key)
+        going_on = environ.get(CALL)
+        if isinstance(going_on, Call) and going_on.key == key:
+            return None  # we are inside this very run
+        refusal = self.unshared(environ)
+        if refusal:
+            return self._refuse(environ, refusal, key)
+        if not self.input(environ).fetch():
+            return self._refuse(environ, problem("incomplete_body"), key)
+        digest = self._fingerprint_of(environ, options)
+        if isinstance(digest, Answer):
+            return self._refuse(environ, digest, key)
+        on_lost = options.on_lost or self.settings.on_lost
+        admitted = self.runner.begin(key, digest, rerun=on_lost == "rerun")
+        if isinstance(admitted, Answer):
+            self.input(environ).drain()
+            return admitted
+        budget = options.result_budget
+        admitted.result_budget = self.settings.result_budget if isinstance(budget, Unset) else budget
+        return admitted
+
+    def end(self, call: Call, collected: Collected, whole: bool = True) -> None:
+        """The run has answered `collected`; `whole` is False for a body that failed on its way to the first caller."""
+        if collected.original_bytes is not None:
+            facts = {"original_bytes": collected.original_bytes, "kept_bytes": len(collected.body)}
+            tell(result_cut, self._sender, call.key, **facts)
+        if not whole:
+            self.runner.fail(call)
+            return
+        too_large = collected.rest is not None
+        body = b"" if too_large else collected.body
+        saved = SavedResponse(collected.status, kept_headers(collected.headers), body)
+        self.runner.finish(call, saved, too_large=too_large)
+
+    def tail(self, call: Call, collected: Collected, close_body: Callable[[], object]) -> Tail:
+        """The body of a response that is too large to keep, for the first caller alone; its `close()` ends the run."""
+        assert collected.rest is not None
+        return Tail(collected.body, collected.rest, call, close_body, functools.partial(self.end, call, collected))
+
+    def may_be_call(self, environ: WSGIEnvironment) -> bool:
+        """False for a request that `admit` will certainly pass on, told without reading anything."""
+        return self._has_own_key or self._tool_call_id_name in environ
+
+    def input(self, environ: WSGIEnvironment) -> Input:
+        """The request's body, made readable ahead of the handler."""
+        return Input.of(environ, self.settings.fingerprint_bytes)
+
+    def unshared(self, environ: WSGIEnvironment) -> Answer | None:
+        """500 where several processes serve and each has a store of its own."""
+        alone = self.runner.store.shared or self.settings.allow_unshared or not environ.get("wsgi.multiprocess")
+        return None if alone else problem("store_not_shared")
+
+    def scope_of(self, environ: WSGIEnvironment) -> str:
+        """The scope of a request, "" without one. Raises whatever the app's callable raises."""
+        return keys.canonical_scope(self._scope(environ)) if self._scope else ""
+
+    def guard(self, environ: WSGIEnvironment) -> None:
+        """Let the app refuse a cancel, a list or a show. Raises whatever the app's callable raises."""
+        if self._guard:
+            self._guard(environ)
+
+    def _key_of(self, environ: WSGIEnvironment) -> CallKey | Answer | None:
+        try:
+            key = self._key(environ)
+            if key is None:
+                return None
+            if self._has_own_key:
+                key = keys.canonical_key(key)
+            return key._replace(scope=self.scope_of(environ)) if self._scope else key
+        except InvalidKey as error:
+            return invalid_key(error)
+        except HTTPException:
+            raise
+        except Exception:
+            return key_failed("key or scope")
+
+    def _fingerprint_of(self, environ: WSGIEnvironment, options: Options) -> str | Answer | None:
+        make = options.fingerprint
+        if make is None:
+            return None
+        if isinstance(make, Unset):
+            return fingerprint(environ, self.input(environ).fingerprinted)
+        try:
+            return hashlib.sha256(self.input(environ).aside(functools.partial(make, environ))).hexdigest()
+        except HTTPException:
+            raise
+        except Exception:
+            return key_failed("fingerprint")
+
+    def _refuse(self, environ: WSGIEnvironment, answer: Answer, key: CallKey | None = None) -> Answer:
+        self.input(environ).drain()
+        tell(call_refused, self._sender, key, code=answer.code, status=int(answer.status[:3]))
+        return answer
+
+
+def key_failed(what: str) -> Answer:
+    """500, and the exception in the log: an app's callable raised, and the request is not run unprotected."""
+    logger.exception("The %s callable raised; the request was refused.", what)
+    return problem("key_failed")
