@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -45,10 +46,13 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on; for a cluster's node, so is the one 10,000 above. Neither is a client's port."""
+    while True:
+        port = random.randrange(15_000, 22_000)
+        with contextlib.suppress(OSError), socket.socket() as own, socket.socket() as bus:
+            own.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 class Server:
@@ -146,9 +150,10 @@ class Server:
 
     def _end(self, number: signal.Signals) -> None:
         assert self._process is not None, "the server is not running"
-        self._process.send_signal(number)
-        self.resume()
-        self._process.wait(LIMIT)
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+            self.resume()
+            self._process.wait(LIMIT)
         self._process = None
 
 
