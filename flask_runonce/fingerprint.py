@@ -53,7 +53,7 @@ class Input:
 
     @property
     def fingerprinted(self) -> bytes | None:
-        """The body as far as it belongs to the fingerprint: None for multipart, whose boundary changes, or too large."""
+        """The body as far as it belongs to the fingerprint: None for multipart (its boundary changes), or too large."""
         return None if self._multipart else self._body
 
     def aside(self, read: Callable[[], T]) -> T:

@@ -28,7 +28,7 @@ class CallKey(NamedTuple):
 
 
 class SavedResponse(NamedTuple):
-    """What repeats are answered with: the status line ("201 CREATED"), the representation headers in order, the body."""
+    """What repeats are answered with: the status ("201 CREATED"), the representation headers in order, the body."""
 
     status: str
     headers: tuple[tuple[str, str], ...] = ()

@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request that wants to run: `run` is the token that its run would have, `waited_for` that of the run it awaits."""
+    """A request that wants to run: `run` is the token of its own run, `waited_for` that of the run it awaits."""
 
     key: CallKey
     run: str
