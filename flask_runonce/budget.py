@@ -35,7 +35,7 @@ _Encode = Callable[[str], bytes]
 class Excerpt(NamedTuple):
     """A body too long to hold: its first bytes, its last bytes and its length in bytes.
 
-    ``head`` and ``tail`` of a budget's length each are always enough for text.
+    ``head`` and ``tail`` as long as the budget are enough.
     """
 
     head: bytes
