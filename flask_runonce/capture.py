@@ -75,10 +75,15 @@ def collect(
         status, headers = head()
         return _cut(Collected(status, headers, b"".join(kept)), result_budget)
     status, headers = head()
-    begun = Collected(status, headers, b"".join(kept), iterator)
     if result_budget is None or not cuttable(headers):
-        return begun
-    return _cut(begun, result_budget)
+        return Collected(status, headers, b"".join(kept), iterator)
+    while size <= result_budget:  # it may yet be within its budget, though too large to keep
+        chunk = next(iterator, None)
+        if chunk is None:
+            return Collected(status, headers, b"".join(kept), iterator)
+        kept.append(chunk)
+        size += len(chunk)
+    return _cut(Collected(status, headers, b"".join(kept), iterator), result_budget)
 
 
 def cuttable(headers: Headers) -> bool:
