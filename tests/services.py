@@ -188,17 +188,15 @@ class RedisServer(Server):
 class RedisCluster:
     """Three Redis servers that share the slots."""
 
-    def __init__(self) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
-        self.nodes = [RedisServer(*options, forgetful=True) for _ in range(3)]
+    nodes: Sequence[RedisServer]
 
     def client(self, **options: Any) -> redis.RedisCluster:
         return redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port, **options)
 
     def __enter__(self) -> RedisCluster:
+        options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         with contextlib.ExitStack() as stack:
-            for node in self.nodes:
-                stack.enter_context(node)
+            self.nodes = [stack.enter_context(RedisServer(*options, forgetful=True)) for _ in range(3)]
             self._join()
             self._stack = stack.pop_all()
         return self

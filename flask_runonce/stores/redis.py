@@ -49,7 +49,13 @@ local there = redis.call('HMGET', KEYS[1], 'version', 'lease', 'repeats', 'creat
 if not there[1] and redis.call('EXISTS', KEYS[1]) == 1 then return redis.error_reply('WRONGTYPE not a record') end
 """
 
-_READ = _LOOK + "return {stamp(now), 0, unpack(there)}"
+_READ = (
+    _LOOK
+    + """
+if there[7] and ARGV[1] == 'facts' then there[7] = '' end
+return {stamp(now), 0, unpack(there)}
+"""
+)
 
 # A full Redis refuses a script's first write if that may need memory. Where a record is there, the first write is one
 # that needs none, so that repeats, cancels and the ends of runs go on; only new calls are refused.
@@ -196,19 +202,16 @@ class RedisStore:
                     return seen
 
     def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
-        names = self._names(scope, chat_id)
+        """As every store, but the bodies of the records are left out."""
+        replies = self._run(*(_look(name, "facts") for name in self._names(scope, chat_id)))
         found = []
-        for name, reply in zip(names, self._run(*(("HMGET", name, "created", "facts") for name in names)), strict=True):
-            created, facts = _checked(reply)
-            if created is None:
+        for seen in map(_seen, map(_checked, replies)):
+            if (record := seen.record) is None:
                 continue  # forgotten, and still on its chat's list
-            key = decode(facts, b"", created_at=float(created), finished_at=None).key
-            if scope in (None, key.scope) and chat_id in (None, key.chat_id):
-                found.append((float(created), name))
+            if scope in (None, record.key.scope) and chat_id in (None, record.key.chat_id):
+                found.append((record.created_at, record.key, seen))
         found.sort(reverse=True)
-        replies = self._run(*(_look(name) for _, name in found[offset : offset + limit]))
-        rows = [seen for seen in map(_seen, map(_checked, replies)) if seen.record]
-        return Page(rows, len(found))
+        return Page([seen for _, _, seen in found[offset : offset + limit]], len(found))
 
     def purge(self) -> int:
         """Nothing to do: Redis drops what has had its time."""
@@ -275,8 +278,8 @@ def _send(client: redis.Redis | redis.RedisCluster, commands: Iterable[_Command]
         return pipeline.execute(raise_on_error=False)
 
 
-def _look(name: str) -> _Command:
-    return ("EVALSHA", _READ_SHA, 1, name)
+def _look(name: str, what: str = "all") -> _Command:
+    return ("EVALSHA", _READ_SHA, 1, name, what)
 
 
 def _arguments(new: Record | None, lease: float) -> Sequence[Any]:

@@ -1,0 +1,239 @@
+"""The contract of stores, on every store; and what is a Redis store's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from sqlalchemy import create_engine, inspect, make_url, text
+
+from flask_runonce.errors import ConfigError, StoreFull, StoreUnavailable, UnreadableRecord
+from flask_runonce.record import CallKey, Claim
+from flask_runonce.stores import MemoryStore, RedisStore, SQLStore, Store, open_store
+from flask_runonce.stores import redis as redis_store
+from tests.services import LIMIT, PostgresServer, RedisCluster, RedisServer, free_port
+from tests.store_contract import (
+    EVERY_BYTE,
+    FORGET,
+    KEY,
+    LEASE,
+    SharedStoreContract,
+    StoreContract,
+    canceled,
+    claim_of,
+    done,
+    in_child,
+    put,
+    record_of,
+    renew,
+    running,
+    swap,
+    together,
+    touch,
+)
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def clock(self) -> list[float]:
+        return [1000.0]
+
+    @pytest.fixture
+    def store(self, clock: list[float]) -> Store:
+        return MemoryStore(timer=lambda: clock[0])
+
+    @pytest.fixture
+    def advance(self, clock: list[float]) -> Callable[[float], None]:
+        def advance(seconds: float) -> None:
+            clock[0] += seconds
+
+        return advance
+
+
+class SQLContract(SharedStoreContract):
+    """Moves the store's clock by moving what it has kept back."""
+
+    @pytest.fixture
+    def url(self) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, url: str) -> Iterator[Store]:
+        store = SQLStore(url)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def other(self, url: str) -> Iterator[Store]:
+        store = SQLStore(url)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def execute(self, url: str) -> Iterator[Callable[..., None]]:
+        engine = create_engine(url)
+
+        def execute(statement: str, **values: Any) -> None:
+            with engine.begin() as connection:
+                connection.execute(text(statement), values)
+
+        yield execute
+        engine.dispose()
+
+    @pytest.fixture
+    def advance(self, execute: Callable[..., None]) -> Callable[[float], None]:
+        def advance(seconds: float) -> None:
+            times = ("created_at", "finished_at", "lease_until", "expires_at")
+            execute(f"UPDATE runonce_calls SET {', '.join(f'{name} = {name} - :s' for name in times)}", s=seconds)
+            execute("UPDATE runonce_meta SET since = since - :s", s=seconds)
+
+        return advance
+
+    @pytest.fixture
+    def damage(self, execute: Callable[..., None]) -> Callable[[CallKey, bytes], None]:
+        def damage(key: CallKey, facts: bytes) -> None:
+            execute("UPDATE runonce_calls SET facts = :facts WHERE digest = :digest", facts=facts, digest=key.digest)
+
+        return damage
+
+
+class TestSQLite(SQLContract):
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"sqlite:///{tmp_path / 'runonce.db'}"
+
+
+class TestPostgreSQL(SQLContract):
+    @pytest.fixture
+    def url(self, postgres_server: PostgresServer) -> str:
+        _drop_tables(postgres_server.url)
+        return postgres_server.url
+
+
+class TestMySQL(SQLContract):
+    @pytest.fixture
+    def url(self, mysql_url: str) -> str:
+        _drop_tables(mysql_url)
+        return mysql_url
+
+
+def _drop_tables(url: str) -> None:
+    engine = create_engine(make_url(url))
+    with engine.begin() as connection:
+        for name in inspect(connection).get_table_names():
+            if name.startswith("runonce_"):
+                connection.execute(text(f"DROP TABLE {name}"))
+    engine.dispose()
+
+
+class RedisContract(SharedStoreContract):
+    """Moves the store's clock by moving what it has kept back, and by ending what has had its time."""
+
+    forgets_by_itself = True
+
+    @pytest.fixture
+    def client(self) -> Any:
+        """A client for a look behind the store's back; what it is connected to is empty."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def advance(self, client: Any) -> Callable[[float], None]:
+        def advance(seconds: float) -> None:
+            for name in list(client.scan_iter()):
+                left = client.pttl(name) - int(seconds * 1000)
+                assert client.pttl(name) > 0, "a key without an end"
+                if left <= 0:
+                    client.delete(name)
+                    continue
+                if client.type(name) == b"hash":
+                    for field in ("created", "finished", "lease"):
+                        if value := client.hget(name, field):
+                            client.hset(name, field, repr(float(value) - seconds))
+                elif client.type(name) == b"zset":
+                    for member in client.zrange(name, 0, -1):
+                        client.zincrby(name, -seconds, member)
+                client.pexpire(name, left)
+
+        return advance
+
+    @pytest.fixture
+    def damage(self, client: Any) -> Callable[[CallKey, bytes], None]:
+        def damage(key: CallKey, facts: bytes) -> None:
+            assert client.hset(f"runonce:{{{key.digest}}}", "facts", facts) == 0
+
+        return damage
+
+    def test_every_key_ends(self, store: Store, client: Any) -> None:
+        claimed = put(store, running())
+        assert _ends(client, KEY) == pytest.approx(FORGET + LEASE, abs=LIMIT)
+        touch(store)
+        assert _ends(client, KEY) == pytest.approx(FORGET + LEASE, abs=LIMIT)
+        renew(store, claim_of(claimed))
+        finished = put(store, done(record_of(claimed)), claimed.version)
+        assert FORGET - LIMIT < _ends(client, KEY) <= FORGET
+        put(store, canceled(), finished.version)
+        assert FORGET - LIMIT < _ends(client, KEY) <= FORGET
+        put(store, canceled(KEY._replace(chat_id="other")))
+        assert len(list(client.scan_iter())) == 5
+        assert all(client.pttl(name) > 0 for name in client.scan_iter())
+
+    @pytest.mark.parametrize("value", ["junk", {"field": "value"}, {"version": "0123456789abcdef"}])
+    def test_what_is_not_a_record_is_an_error(self, store: Store, client: Any, value: Any) -> None:
+        name = f"runonce:{{{KEY.digest}}}"
+        client.hset(name, mapping=value) if isinstance(value, dict) else client.set(name, value)
+        for verb in (lambda: store.read(KEY), lambda: swap(store, "", running())):
+            with pytest.raises(UnreadableRecord):
+                verb()
+        assert (client.hgetall(name) if isinstance(value, dict) else client.get(name)) is not None
+        assert not client.hexists(name, "facts") if isinstance(value, dict) else True
+
+
+def _ends(client: Any, key: CallKey) -> float:
+    left: float = client.pttl(f"runonce:{{{key.digest}}}") / 1000
+    return left
+
+
+class TestRedis(RedisContract):
+    @pytest.fixture
+    def client(self, redis_server: RedisServer) -> Iterator[redis.Redis]:
+        with redis_server.client() as client:
+            client.flushall()
+            yield client
+
+    @pytest.fixture
+    def store(self, redis_server: RedisServer, client: redis.Redis) -> Iterator[Store]:
+        store = RedisStore(redis_server.url)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def other(self, redis_server: RedisServer) -> Iterator[Store]:
+        """With a client of the app's own, one that decodes replies."""
+        with redis_server.client(decode_responses=True) as client:
+            yield RedisStore(client)
+
+
+class TestRedisCluster(RedisContract):
+    @pytest.fixture
+    def client(self, redis_cluster: RedisCluster) -> Iterator[redis.RedisCluster]:
+        with redis_cluster.client() as client:
+            client.flushall()
+            yield client
+
+    @pytest.fixture
+    def store(self, redis_cluster: RedisCluster, client: redis.RedisCluster) -> Iterator[Store]:
+        with redis_cluster.client() as own:
+            yield RedisStore(own)
+
+    @pytest.fixture
+    def other(self, redis_cluster: RedisCluster) -> Iterator[Store]:
+        with redis_cluster.client(decode_responses=True) as own:
+            yield RedisStore(own)
