@@ -77,6 +77,7 @@ def collect(
     status, headers = head()
     if result_budget is None or not cuttable(headers):
         return Collected(status, headers, b"".join(kept), iterator)
+    chunk: bytes | None
     while size <= result_budget:  # it may yet be within its budget, though too large to keep
         chunk = next(iterator, None)
         if chunk is None:
