@@ -371,9 +371,8 @@ def test_it_warns_once_where_records_may_be_evicted(
     client.config_set("maxmemory-policy", policy)
     try:
         with caplog.at_level(logging.INFO, logger="flask_runonce"):
-            together(
-                *partial(swap, store, "", running(KEY._replace(tool_call_id=f"call-{number}"))) for number in range(8)
-            )
+            keys = [KEY._replace(tool_call_id=f"call-{number}") for number in range(8)]
+            together(*(partial(swap, store, "", running(key)) for key in keys))
             store.read(KEY)
     finally:
         client.config_set("maxmemory-policy", "noeviction")
