@@ -914,3 +914,23 @@ class SharedStoreContract(StoreContract):
 
         child = partial(in_child, work_hard, forked=forks.release)
         assert together(child, child, parent) == ["done"] * 3
+
+
+class OwnClockContract(SharedStoreContract):
+    """What a server's clock is good for. SQLite has none: there all processes are on one host."""
+
+    def test_a_host_whose_clock_is_off_changes_nothing(
+        self, store: Store, other: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        claimed = put(store, running())
+        monkeypatch.setattr("time.time", lambda: 1e10)
+        there = other.read(KEY)
+        assert not there.lost
+        assert there.now == pytest.approx(claimed.now, abs=LIMIT)
+        assert renew(other, claim_of(claimed)) == (set(), set())
+        assert not swap(other, claimed.version, running(run="run-2"), if_lost=True).done
+        finished = put(other, done(record_of(claimed)), claimed.version)
+        assert record_of(finished).finished_at == pytest.approx(claimed.now, abs=LIMIT)
+        assert other.age() < LIMIT
+        monkeypatch.undo()
+        assert store.read(KEY).version == finished.version

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, inspect, text
 from flask_runonce.record import CallKey
 from flask_runonce.stores import MemoryStore, RedisStore, SQLStore, Store
 from tests.services import PostgresServer, RedisCluster, RedisServer
-from tests.store_contract import SharedStoreContract, StoreContract
+from tests.store_contract import OwnClockContract, SharedStoreContract, StoreContract
 
 
 class TestMemoryStore(StoreContract):
@@ -87,7 +87,7 @@ class TestSQLite(SQLContract):
         return f"sqlite:///{tmp_path / 'runonce.db'}"
 
 
-class TestPostgreSQL(SQLContract):
+class TestPostgreSQL(SQLContract, OwnClockContract):
     @pytest.fixture
     def url(self, postgres_server: PostgresServer) -> str:
         _drop_tables(postgres_server.url)
@@ -96,7 +96,7 @@ class TestPostgreSQL(SQLContract):
 
 if MYSQL_URL := os.environ.get("RUNONCE_TEST_MYSQL_URL"):
 
-    class TestMySQL(SQLContract):
+    class TestMySQL(SQLContract, OwnClockContract):
         @pytest.fixture
         def url(self) -> str:
             """An empty database on a MySQL or MariaDB server, which the tests cannot bring along."""
@@ -113,7 +113,7 @@ def _drop_tables(url: str) -> None:
     engine.dispose()
 
 
-class RedisContract(SharedStoreContract):
+class RedisContract(OwnClockContract):
     """Moves the store's clock by moving what it has kept back, and by ending what has had its time."""
 
     forgets_by_itself = True

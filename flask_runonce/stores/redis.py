@@ -306,7 +306,7 @@ def _seen(reply: Sequence[Any]) -> Seen:
 def _checked(reply: Any) -> Any:
     if not isinstance(reply, Exception):
         return reply
-    if "OOM command not allowed" in str(reply):
+    if "used memory > 'maxmemory'" in str(reply):
         raise StoreFull("Redis has no memory left for another record.") from reply
     if "WRONGTYPE" in str(reply):
         raise UnreadableRecord("What Redis holds under a call's key is not a record.") from reply
