@@ -144,11 +144,12 @@ class Core:
         until = None if deadline is None else time.monotonic() + deadline
         try:
             response, _ = yield from self._ask(request, tool_call_id, until=until)
-        except (Stopped, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as reason:
+        except (StopRequested, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as reason:
+            cancellation = None
             if cancel_on_stop and tool_call_id is not None:
                 cancellation = yield from self.cancel(tool_call_id, age=None, timeout=CANCEL_TIMEOUT)
-                if isinstance(reason, Stopped):
-                    reason.cancellation = cancellation
+            if isinstance(reason, StopRequested):
+                raise Stopped(tool_call_id, cancellation) from None
             raise
         return response
 
@@ -205,11 +206,9 @@ class Core:
             with attempt:
                 try:
                     response: httpx.Response = yield Send(request, until, stoppable)
-                except StopRequested:
-                    raise Stopped("The tool call was stopped by its caller.", tool_call_id=tool_call_id) from None
                 except (*NETWORK_FAULTS, TimeUp) as fault:
                     kind = SilenceTimeout if isinstance(fault, httpx.ReadTimeout) else NoAnswer
-                    detail = f"No answer from {_origin(request)}: {fault or type(fault).__name__}"
+                    detail = f"No answer from {_origin(request)}: {str(fault) or type(fault).__name__}"
                     raise kind(detail, tool_call_id=tool_call_id, retryable=repeatable) from fault
                 _refuse(response, tool_call_id, repeatable)
                 return response, attempt.retry_state.attempt_number

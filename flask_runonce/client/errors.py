@@ -67,4 +67,7 @@ class Stopped(ToolCallError):
     """``cancellation`` is the cancel's answer, None where ``cancel_on_stop`` was not asked for."""
 
     code = "stopped"
-    cancellation: Cancellation | None = None
+
+    def __init__(self, tool_call_id: str | None, cancellation: Cancellation | None = None) -> None:
+        super().__init__("The tool call was stopped by its caller.", tool_call_id=tool_call_id)
+        self.cancellation = cancellation

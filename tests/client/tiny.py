@@ -6,6 +6,7 @@ TinyRunOnce speaks the wire of CONTRACT sections 4 to 6 as far as a client sees 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
 import time
@@ -69,7 +70,7 @@ class TinyRunOnce:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         request = Request(environ)
-        request.get_data()
+        environ["wsgi.input"] = io.BytesIO(request.get_data())
         self.requests.append(request)
         chat = request.headers.get("Coder-Chat-Id")
         call_id = request.headers.get("Coder-Tool-Call-Id")
