@@ -1,0 +1,177 @@
+"""The database under the SQL store: its tables, its clock, its transactions, and what differs from one to another."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import Column
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..errors import StoreUnavailable, WrongTable
+from ..process import PerProcess
+from .engines import check_backend, checked_url, open_engine, own_engine
+
+VERSION = "1"
+"""Of the tables. A change to them makes another one."""
+
+T = TypeVar("T")
+Time = sa.ColumnElement[float]
+Condition = sa.ColumnElement[bool]
+Row = Mapping[str, Any]
+
+
+class Database:
+    """The tables `<prefix>_calls`, `<prefix>_bodies` and `<prefix>_meta` behind `url_or_engine`; nothing is opened yet.
+
+    Raises `ConfigError` for a database that cannot be a store.
+    """
+
+    def __init__(self, url_or_engine: str | sa.URL | sa.Engine, prefix: str) -> None:
+        if isinstance(url_or_engine, sa.Engine):
+            given, url = url_or_engine, url_or_engine.url
+            check_backend(url)
+            self._engine = PerProcess(lambda: own_engine(given))
+        else:
+            url = checked_url(url_or_engine)
+            self._engine = PerProcess(lambda: open_engine(url))
+        self._backend = url.get_backend_name()
+        self._checked: sa.Engine | None = None
+        self._clock = time.time
+        self._tables = sa.MetaData()
+        text = sa.String(255).with_variant(mysql.VARCHAR(255, collation="utf8mb4_bin"), "mysql", "mariadb")
+        data = sa.LargeBinary(2**32 - 1)  # MySQL's BLOB alone ends at 64 KiB
+        self.meta = sa.Table(
+            f"{prefix}_meta",
+            self._tables,
+            Column("id", sa.Integer, primary_key=True, autoincrement=False),
+            Column("version", sa.String(16), nullable=False),
+            Column("since", sa.Double, nullable=False),
+        )
+        self.calls = sa.Table(
+            f"{prefix}_calls",
+            self._tables,
+            Column("digest", sa.String(32), primary_key=True),
+            Column("version", sa.String(16), nullable=False),
+            Column("run", sa.String(64), nullable=False),
+            Column("canceled", sa.Boolean, nullable=False),
+            Column("scope", text, nullable=False),
+            Column("chat_id", text, nullable=False),
+            Column("facts", data, nullable=False),
+            Column("body", data),  # NULL: it is large, and stands in the other table
+            Column("created_at", sa.Double, nullable=False),
+            Column("finished_at", sa.Double),
+            Column("lease_until", sa.Double),  # NULL: not running
+            Column("expires_at", sa.Double, nullable=False, index=True),
+            Column("repeats", sa.Integer, nullable=False),
+            sa.Index(f"ix_{prefix}_calls_chat", "scope", "chat_id", "created_at"),
+        )
+        # Large bodies stand apart because SQLite, at each touch of a call, would write them again with its row.
+        self.bodies = sa.Table(
+            f"{prefix}_bodies",
+            self._tables,
+            Column("digest", sa.String(32), primary_key=True),
+            Column("version", sa.String(16), nullable=False),  # of the call's record that it belongs to
+            Column("body", data, nullable=False),
+        )
+
+    def do(self, work: Callable[[sa.Connection], T], *, whole: bool = False) -> T:
+        """Do `work` on a connection of its own: as a `whole`, or as single statements where a transaction costs trips.
+
+        When the connection turns out to be dead, as after a restart of the server, `work` is done once more; so it must
+        bear being done twice. Raises `StoreUnavailable` and, at first use, `WrongTable`.
+        """
+        engine = self._engine()
+        try:
+            if self._checked is not engine:
+                self._once(engine, self._create, whole=True)
+                self._checked = engine
+            try:
+                return self._once(engine, work, whole)
+            except DBAPIError as error:
+                if not error.connection_invalidated:
+                    raise
+            return self._once(engine, work, whole)
+        except (DBAPIError, PoolTimeout) as error:
+            self._checked = None  # what comes back may be another, empty database
+            reason = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
+            raise StoreUnavailable(f"The SQL store cannot be used: {reason}") from error
+
+    def now(self) -> Time:
+        """The store's clock in Unix seconds: the server's, whatever the session's time zone; SQLite's is its host's."""
+        if self._backend == "sqlite":
+            return sa.literal(self._clock(), sa.Double)
+        if self._backend == "postgresql":
+            return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
+        return sa.literal_column("(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6)", sa.Double())
+
+    def insert(
+        self, table: sa.Table, values: Row, touch: Row | None = None, where: Condition | None = None
+    ) -> sa.Insert:
+        """Insert `values`, or put them over a row of that digest; or, if `where` holds, `touch` that row instead."""
+        if self._backend in ("mysql", "mariadb"):
+            into = mysql.insert(table).values(values)
+            if touch is None or where is None:
+                return into.on_duplicate_key_update({name: into.inserted[name] for name in values})
+            return into.on_duplicate_key_update(
+                {name: sa.case((where, value), else_=table.c[name]) for name, value in touch.items()}
+            )
+        insert: Any = postgresql.insert if self._backend == "postgresql" else sqlite.insert
+        statement = insert(table).values(values)
+        changed = touch or {name: statement.excluded[name] for name in values}
+        upsert: sa.Insert = statement.on_conflict_do_update(index_elements=["digest"], set_=changed, where=where)
+        return upsert
+
+    def write(self, connection: sa.Connection, statement: sa.Insert | sa.Update, *written: Condition) -> Sequence[Any]:
+        """Do `statement` on the calls and give the rows as it left them, with the time as `now`.
+
+        `written` finds them again in a database that cannot return them.
+        """
+        columns = (*self.calls.c, self.now().label("now"))
+        if connection.dialect.update_returning:
+            return connection.execute(statement.returning(*columns)).all()
+        connection.execute(statement)
+        return connection.execute(sa.select(*columns).where(*written)).all()
+
+    def close(self) -> None:
+        """Close this process's connections. The next verb opens new ones."""
+        engine = self._engine.made
+        if engine:
+            engine.dispose()
+
+    def _once(self, engine: sa.Engine, work: Callable[[sa.Connection], T], whole: bool) -> T:
+        with engine.connect() as connection:
+            if self._backend == "postgresql":
+                # Saves the trips of BEGIN and COMMIT; and nobody can be stopped between them, holding a lock.
+                connection = connection.execution_options(isolation_level="READ COMMITTED" if whole else "AUTOCOMMIT")
+            with connection.begin():
+                if whole and self._backend == "sqlite":
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                return work(connection)
+
+    def _create(self, connection: sa.Connection) -> None:
+        """Create the tables, or see that they are ours; one process at a time."""
+        lock = f"{self.calls.name}_create"
+        if self._backend == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(zlib.crc32(lock.encode()))))
+        elif self._backend != "sqlite":
+            connection.execute(sa.select(sa.func.get_lock(lock, 5)))
+        try:
+            tables = sa.inspect(connection)
+            if tables.has_table(self.calls.name) and not tables.has_table(self.meta.name):
+                raise WrongTable(self.calls.name, "unknown")
+            self.meta.create(connection, checkfirst=True)
+            version = connection.scalar(sa.select(self.meta.c.version))
+            if version is None:
+                connection.execute(self.meta.insert().values(id=1, version=VERSION, since=self.now()))
+            elif version != VERSION:
+                raise WrongTable(self.calls.name, version)
+            self._tables.create_all(connection)
+        finally:
+            if self._backend in ("mysql", "mariadb"):
+                connection.execute(sa.select(sa.func.release_lock(lock)))
