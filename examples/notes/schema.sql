@@ -1,0 +1,25 @@
+CREATE TABLE IF NOT EXISTS users (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    password TEXT NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS notes (
+    id INTEGER PRIMARY KEY,
+    owner INTEGER NOT NULL REFERENCES users (id),
+    title TEXT NOT NULL,
+    text TEXT NOT NULL,
+    UNIQUE (owner, title)
+);
+
+CREATE TABLE IF NOT EXISTS attachments (
+    id INTEGER PRIMARY KEY,
+    note INTEGER NOT NULL REFERENCES notes (id) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    content BLOB NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS exports (
+    id INTEGER PRIMARY KEY,
+    owner INTEGER NOT NULL REFERENCES users (id)
+);
