@@ -268,6 +268,15 @@ class ProcessTable:
             own = [process for (owner, _), process in reversed(self._processes.items()) if owner == chat]
         return sorted(own, key=lambda process: not process.running)
 
+    def cancel(self, chat: Chat, process_id: str) -> None:
+        """Kill the process with its whole group and wait until they are gone. None there, or exited: nothing happens.
+
+        Raises what ``Process.cancel`` raises.
+        """
+        process = self.get(chat, process_id)
+        if process is not None:
+            process.cancel()
+
     def close(self) -> None:
         """Kill every process with its whole group, wait for them, and start no more. May be called again."""
         with self._starting:

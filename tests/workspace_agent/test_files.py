@@ -14,13 +14,6 @@ from examples.workspace_agent.files import FileEdits, Workspace
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "root"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def workspace(root: Path) -> Workspace:
     return Workspace(str(root))
 
