@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -57,6 +58,18 @@ class CanceledCall(NamedTuple):
     key: CallKey
     state: str
     saved: SavedResponse | None
+
+
+def call_each(hooks: Iterable[Callable[[CanceledCall], object]], call: CanceledCall) -> None:
+    """Call every hook, also after one has raised; then raise what the first of those raised."""
+    errors = []
+    for hook in hooks:
+        try:
+            hook(call)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 running: ContextVar[Call] = ContextVar("flask_runonce.running")

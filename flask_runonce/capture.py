@@ -77,13 +77,12 @@ def collect(
     status, headers = head()
     if result_budget is None or not cuttable(headers):
         return Collected(status, headers, b"".join(kept), iterator)
-    chunk: bytes | None
     while size <= result_budget:  # it may yet be within its budget, though too large to keep
-        chunk = next(iterator, None)
-        if chunk is None:
+        more = next(iterator, None)
+        if more is None:
             return Collected(status, headers, b"".join(kept), iterator)
-        kept.append(chunk)
-        size += len(chunk)
+        kept.append(more)
+        size += len(more)
     return _cut(Collected(status, headers, b"".join(kept), iterator), result_budget)
 
 
@@ -121,22 +120,25 @@ class Tail:
     """The body of a response that is too large to keep: it streams on, and the run ends at `close()`.
 
     `close_body()` closes the app's own iterable. `end(whole)` is called exactly once, with False for a body that failed
-    on the way or was thrown away before its end.
+    on the way or was thrown away before its end. `abandon(tail)` is called for one that nobody closed.
     """
 
     def __init__(
         self,
-        begun: bytes,
-        rest: Iterator[bytes],
         call: Call,
+        collected: Collected,
+        *,
         close_body: Callable[[], object],
         end: Callable[[bool], None],
+        abandon: Callable[[Tail], None],
     ) -> None:
-        self._chunks = itertools.chain([begun] if begun else [], rest)
+        self._chunks = itertools.chain([collected.body] if collected.body else [], collected.rest or ())
         self._call = call
         self._close_body = close_body
         self._end = end
+        self._abandon = abandon
         self._whole = False
+        self._failed = False
         self._closed = False
 
     def __iter__(self) -> Tail:
@@ -147,7 +149,10 @@ class Tail:
         try:
             return next(self._chunks)
         except StopIteration:
-            self._whole = True
+            self._whole = not self._failed
+            raise
+        except BaseException:
+            self._failed = True
             raise
         finally:
             running.reset(token)
@@ -165,13 +170,16 @@ class Tail:
             self._end(self._whole)
 
     def __del__(self) -> None:
-        self.close()  # a server that throws the body away without closing it must not leave a run that never ends
+        # A server that throws the body away must not leave a run that never ends. But this may be the garbage
+        # collector, inside a lock of the store: so it is only put aside here, and closed by the next request.
+        if not self._closed:
+            self._abandon(self)
 
 
 class Capture:
     """The `start_response` that an app is given: nothing reaches the server before the response is known.
 
-    `sent` says that its head has gone out. What the app gives to `write()` goes out at once only when it passes
+    `sent` says that the head has gone out. What the app gives to `write()` goes out at once only when it passes
     `limit` bytes.
     """
 
@@ -182,15 +190,17 @@ class Capture:
         self._status = ""
         self._headers: Headers = []
         self._size = 0
+        self._written: list[bytes] = []
         self._server_write: Callable[[bytes], object] | None = None
-        self.written: list[bytes] = []
+        self._begun = False
+        self._iterating = False
         self.sent = False
 
     def start_response(
         self, status: str, headers: Headers, exc_info: OptExcInfo | None = None, /
     ) -> Callable[[bytes], object]:
-        if exc_info and exc_info[1] and self.sent:
-            raise exc_info[1].with_traceback(exc_info[2])
+        if exc_info and exc_info[1] and (self.sent or self._begun):
+            raise exc_info[1].with_traceback(exc_info[2])  # a server would have sent the head with the first bytes
         if self._status and not exc_info:
             raise AssertionError("The app called start_response twice without exc_info (PEP 3333).")
         self._status, self._headers = status, list(headers)
@@ -208,14 +218,29 @@ class Capture:
         return self._start_response(status, headers)
 
     def write(self, data: bytes) -> None:
+        self._begun = self._begun or bool(data)
         if self._server_write is None:
-            self.written.append(data)
+            self._written.append(data)
             self._size += len(data)
-            if self._size <= self._limit or (self._result_budget is not None and cuttable(self._headers)):
+            budgeted = self._result_budget is not None and cuttable(self._headers)
+            if self._size <= self._limit or budgeted or self._iterating:
                 return
             self._server_write = self.send(self._status, self._headers)
-            data, self.written = b"".join(self.written), []
+            data = b"".join(self._take_written())
         self._server_write(data)
+
+    def pieces(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        """What the app wrote and what it returned, in order."""
+        self._iterating = True
+        for piece in body:
+            yield from self._take_written()
+            self._begun = self._begun or bool(piece)
+            yield piece
+        yield from self._take_written()
+
+    def _take_written(self) -> list[bytes]:
+        written, self._written = self._written, []
+        return written
 
 
 class as_current:

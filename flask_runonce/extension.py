@@ -11,7 +11,7 @@ from flask import Flask, Response, current_app, has_app_context, request
 from werkzeug.datastructures import Headers
 
 from .blueprint import EXTENSION, make_blueprint, response_of, service_of_app
-from .call import Call, CanceledCall
+from .call import Call, CanceledCall, call_each
 from .capture import as_current, collect
 from .cli import group
 from .problems import Answer
@@ -127,8 +127,7 @@ class RunOnce:
 
     def _call_hooks(self, app: Flask, call: CanceledCall) -> None:
         with contextlib.nullcontext() if has_app_context() else app.app_context():
-            for hook in self._hooks:
-                app.ensure_sync(hook)(call)
+            call_each(map(app.ensure_sync, self._hooks), call)
 
 
 class _Entrance:
@@ -164,6 +163,8 @@ def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
                 result_budget=call.result_budget,
             )
             close_body = closing.pop_all().close if collected.rest is not None else _nothing
+        if collected.rest is None:
+            service.end(call, collected)
     except BaseException as error:
         service.runner.fail(call)
         request.environ[_RAISED] = error
@@ -175,7 +176,6 @@ def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
     response.direct_passthrough = False
     if collected.original_bytes is not None:
         response.headers = Headers(collected.headers)
-    service.end(call, collected)
     return response
 
 

@@ -33,6 +33,7 @@ class Input:
         self._multipart = str(environ.get("CONTENT_TYPE", "")).lower().lstrip().startswith("multipart/")
         self._body: bytes | None = None
         self._complete = True
+        self._withheld = False
 
     @classmethod
     def of(cls, environ: WSGIEnvironment, limit: int) -> Input:
@@ -41,6 +42,7 @@ class Input:
         if isinstance(found, cls):
             return found
         made = environ["wsgi.input"] = cls(environ, limit)
+        environ["webob.is_body_seekable"] = False  # WebOb would trust what it found out about the other stream
         return made
 
     def fetch(self) -> bool:
@@ -57,14 +59,18 @@ class Input:
         return None if self._multipart else self._body
 
     def aside(self, read: Callable[[], T]) -> T:
-        """What `read()` returns, who may read the body from its start without taking it from the handler."""
-        if not isinstance(self._stream, io.BytesIO) or self._body is None:
-            return read()
-        position = self._stream.seek(0, io.SEEK_CUR)
+        """What `read()` returns, who may read the body from its start without taking it from the handler.
+
+        A body that does not fit cannot be read twice: for `read()`, touching it raises RuntimeError.
+        """
+        self.fetch()
+        position = self._tell()
         self._seek(0)
+        self._withheld = self._body is None
         try:
             return read()
         finally:
+            self._withheld = False
             self._seek(position)
 
     def drain(self) -> None:
@@ -96,12 +102,18 @@ class Input:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.readline, b"")
 
+    def _tell(self) -> int:
+        return 0 if self._body is None else len(self._body) - int(self._left)
+
     def _seek(self, position: int) -> None:
-        assert isinstance(self._stream, io.BytesIO) and self._body is not None
-        self._stream.seek(position)
-        self._left = len(self._body) - position
+        if self._body is not None:
+            self._stream = io.BytesIO(self._body)
+            self._stream.seek(position)
+            self._left = len(self._body) - position
 
     def _bounded(self, size: int | None) -> int:
+        if self._withheld:
+            raise RuntimeError("A body over RUNONCE_FINGERPRINT_BYTES, or without a length, is the handler's alone.")
         self.fetch()
         if size is None or size < 0 or size > self._left:
             return -1 if self._left == math.inf else int(self._left)

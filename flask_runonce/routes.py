@@ -38,6 +38,8 @@ def _guarded(route: _Route[P]) -> Callable[Concatenate[Service, WSGIEnvironment,
 
     @functools.wraps(route)
     def answer(service: Service, environ: WSGIEnvironment, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        service.input(environ).drain()
+        service.end_abandoned()
         try:
             service.guard(environ)
             scope = service.scope_of(environ)
@@ -65,7 +67,6 @@ def _guarded(route: _Route[P]) -> Callable[Concatenate[Service, WSGIEnvironment,
 @_guarded
 def cancel(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str, tool_call_id: str) -> Answer:
     """`POST {prefix}/{tool call ID}/cancel`: refuse the call from now on, and say truthfully what became of it."""
-    service.input(environ).drain()
     key = CallKey(scope, chat_id, keys.canonical_id(tool_call_id, "tool call ID"))
     try:
         canceled = service.runner.cancel(key)
@@ -141,5 +142,7 @@ def _number(query: dict[str, list[str]], name: str, default: int, *, least: int,
         return default
     if len(values) != 1 or not values[0].isascii() or not values[0].isdigit():
         return None
-    number = int(values[0][:20])
+    if len(values[0]) > len(str(most)):
+        return None
+    number = int(values[0])
     return number if least <= number <= most else None

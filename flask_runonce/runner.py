@@ -69,10 +69,7 @@ class Runner:
                 self._keeper.again(functools.partial(self._give_back, key, request.run))
             outcome = store_problem(error)
         if isinstance(outcome, Call):
-            self._calls()[request.run] = outcome
-            if self._keeper:
-                self._keeper.hold(outcome)
-            tell(signals.call_started, self._sender, key)
+            self._started(outcome)
         elif outcome.code:
             tell(signals.call_refused, self._sender, key, code=outcome.code, status=int(outcome.status[:3]))
         return outcome
@@ -108,6 +105,18 @@ class Runner:
                 seen = self._wait(request.key, seen, waits)
         finally:
             waits.end()
+
+    def _started(self, call: Call) -> None:
+        self._calls()[call.claim.run] = call
+        try:
+            if self._keeper:
+                self._keeper.hold(call)
+            elif self.store.read(call.key).version != call.claim.version:
+                call.tell_canceled()  # by a cancel that came before the call could be found here
+            tell(signals.call_started, self._sender, call.key)
+        except BaseException:
+            self._release(call)
+            raise
 
     def finish(self, call: Call, response: SavedResponse, *, too_large: bool = False) -> None:
         """The run has answered: save `response`, of which the body is missing if it was `too_large`. Raises nothing.

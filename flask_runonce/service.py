@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -102,6 +103,7 @@ class Service:
             store = open_store(
                 store or settings.store_uri, prefix=settings.key_prefix, max_bytes=settings.max_store_bytes
             )
+        self._abandoned: collections.deque[Tail] = collections.deque()
         self.runner = Runner(store, settings, sender=sender, call_hooks=call_hooks)
         if guard is None and scope is None and settings.url_prefix is not None:
             logger.warning(
@@ -116,7 +118,15 @@ class Service:
         """
         if environ["REQUEST_METHOD"] not in options.methods:
             return None
-        key = self._key_of(environ)
+        try:
+            return self._admit(environ, options)
+        except HTTPException:
+            self.input(environ).drain()
+            raise
+
+    def _admit(self, environ: WSGIEnvironment, options: Options) -> Call | Answer | None:
+        self.end_abandoned()
+        key = self._key_of(environ) if self.may_be_call(environ) else None
         if key is None:
             required = self.settings.required if options.required is None else options.required
             return self._refuse(environ, problem("key_required")) if required else None
@@ -143,7 +153,11 @@ class Service:
         return admitted
 
     def end(self, call: Call, collected: Collected, whole: bool = True) -> None:
-        """The run has answered `collected`; `whole` is False for a body that failed on its way to the first caller."""
+        """The run has answered `collected`: save what is to be kept of it.
+
+        `whole` is False for a body that failed on its way to the first caller. Raises ValueError, TypeError or
+        AttributeError for a status line or headers that cannot be saved; the run goes on then.
+        """
         if collected.original_bytes is not None:
             facts = {"original_bytes": collected.original_bytes, "kept_bytes": len(collected.body)}
             tell(result_cut, self._sender, call.key, **facts)
@@ -157,8 +171,20 @@ class Service:
 
     def tail(self, call: Call, collected: Collected, close_body: Callable[[], object]) -> Tail:
         """The body of a response that is too large to keep, for the first caller alone; its `close()` ends the run."""
-        assert collected.rest is not None
-        return Tail(collected.body, collected.rest, call, close_body, functools.partial(self.end, call, collected))
+
+        def end(whole: bool) -> None:
+            try:
+                self.end(call, collected, whole)
+            except BaseException:
+                self.runner.fail(call)
+                raise
+
+        return Tail(call, collected, close_body=close_body, end=end, abandon=self._abandoned.append)
+
+    def end_abandoned(self) -> None:
+        """End the runs whose streamed response nobody closed."""
+        while self._abandoned:
+            self._abandoned.popleft().close()
 
     def may_be_call(self, environ: WSGIEnvironment) -> bool:
         """False for a request that `admit` will certainly pass on, told without reading anything."""
@@ -184,12 +210,12 @@ class Service:
 
     def _key_of(self, environ: WSGIEnvironment) -> CallKey | Answer | None:
         try:
-            key = self._key(environ)
-            if key is None:
-                return None
             if self._has_own_key:
-                key = keys.canonical_key(key)
-            return key._replace(scope=self.scope_of(environ)) if self._scope else key
+                key = self.input(environ).aside(functools.partial(self._key, environ))
+                key = key and keys.canonical_key(key)
+            else:
+                key = self._key(environ)
+            return key._replace(scope=self.scope_of(environ)) if key and self._scope else key
         except InvalidKey as error:
             return invalid_key(error)
         except HTTPException:

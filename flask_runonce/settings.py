@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ class Settings:
         for name in ("chat_id_header", "tool_call_id_header"):
             value = getattr(self, name)
             self._check(name, isinstance(value, str) and _TOKEN.fullmatch(value), "the name of a header")
+            owned = isinstance(value, str) and value.lower() in ("content-type", "content-length")
+            self._check(name, not owned, "a header that HTTP has no other use for")
         same = self.chat_id_header.lower() == self.tool_call_id_header.lower()
         self._check("tool_call_id_header", not same, "another header than RUNONCE_CHAT_ID_HEADER")
         self._check("url_prefix", self.url_prefix is None or _is_path(self.url_prefix), 'None or a path like "/runs"')
@@ -94,7 +97,7 @@ class Settings:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value <= threading.TIMEOUT_MAX
 
 
 def _is_count(value: object) -> bool:

@@ -24,6 +24,16 @@ from .record import CallKey
 
 logger = logging.getLogger("flask_runonce")
 
+
+def _with_ids(record: logging.LogRecord) -> bool:
+    for name in CallKey._fields:
+        if not hasattr(record, name):
+            setattr(record, name, "")  # a formatter may name the extras of a line that is about no single call
+    return True
+
+
+logger.addFilter(_with_ids)
+
 _namespace = Namespace()
 
 call_started = _namespace.signal("call_started")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from werkzeug.exceptions import HTTPException
 
 from . import routes
-from .call import Call, CanceledCall
+from .call import Call, CanceledCall, call_each
 from .capture import Capture, Collected, as_current, collect
 from .problems import Answer
 from .service import CALL, UNSET, Fingerprint, Guard, Hook, Key, Options, Scope, Service, Unset
@@ -89,17 +88,18 @@ class RunOnceMiddleware:
             with as_current(call), contextlib.ExitStack() as closing:
                 body = self.app(environ, capture.start_response)
                 closing.callback(getattr(body, "close", _nothing))
+                pieces = capture.pieces(body)
                 if capture.sent:
-                    collected = Collected(*capture.head(), b"", iter(body))
+                    collected = Collected(*capture.head(), b"", pieces)
                 else:
-                    chunks = itertools.chain(capture.written, body)
-                    collected = collect(chunks, capture.head, limit=limit, result_budget=call.result_budget)
+                    collected = collect(pieces, capture.head, limit=limit, result_budget=call.result_budget)
                 close_body = closing.pop_all().close if collected.rest is not None else _nothing
+            if collected.rest is None:
+                self._service.end(call, collected)
         except BaseException:
             self._service.runner.fail(call)
             raise
         if collected.rest is None:
-            self._service.end(call, collected)
             capture.send(collected.status, collected.headers)
             return [collected.body]
         tail = self._service.tail(call, collected, close_body)
@@ -112,8 +112,7 @@ class RunOnceMiddleware:
         return tail
 
     def _call_hooks(self, call: CanceledCall) -> None:
-        for hook in self._hooks:
-            hook(call)
+        call_each(self._hooks, call)
 
 
 def _nothing() -> None:
