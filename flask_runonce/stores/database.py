@@ -19,6 +19,8 @@ from .engines import check_backend, checked_url, open_engine, own_engine
 
 VERSION = "1"
 """Of the tables. A change to them makes another one."""
+PROMPT = 1.0
+"""Seconds within which a dead connection tells that it is dead."""
 
 T = TypeVar("T")
 Time = sa.ColumnElement[float]
@@ -87,14 +89,17 @@ class Database:
         bear being done twice. Raises `StoreUnavailable` and, at first use, `WrongTable`.
         """
         engine = self._engine()
+        began = time.monotonic()
         try:
             if self._checked is not engine:
-                self._once(engine, self._create, whole=True)
+                if not self._once(engine, self._is_there, whole=False):
+                    self._once(engine, self._create, whole=True)
                 self._checked = engine
             try:
                 return self._once(engine, work, whole)
             except DBAPIError as error:
-                if not error.connection_invalidated:
+                silent = time.monotonic() - began > PROMPT  # and it would keep us waiting as long again
+                if silent or not error.connection_invalidated:
                     raise
             return self._once(engine, work, whole)
         except (DBAPIError, PoolTimeout) as error:
@@ -154,24 +159,34 @@ class Database:
                     connection.exec_driver_sql("BEGIN IMMEDIATE")
                 return work(connection)
 
+    def _is_there(self, connection: sa.Connection) -> bool:
+        """Whether all the tables are there. Raises `WrongTable` if they are not ours."""
+        has_table = sa.inspect(connection).has_table
+        # In the order that they are not made in: another process may be at it.
+        some = [has_table(table.name) for table in (self.bodies, self.calls)]
+        if not has_table(self.meta.name):
+            if any(some):
+                raise WrongTable(self.calls.name, "unknown")
+            return False
+        version = connection.scalar(sa.select(self.meta.c.version))
+        if version not in (None, VERSION):
+            raise WrongTable(self.calls.name, version)
+        return version is not None and all(some)
+
     def _create(self, connection: sa.Connection) -> None:
-        """Create the tables, or see that they are ours; one process at a time."""
+        """Create the tables that are not there; one process at a time."""
         lock = f"{self.calls.name}_create"
         if self._backend == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(zlib.crc32(lock.encode()))))
         elif self._backend != "sqlite":
             connection.execute(sa.select(sa.func.get_lock(lock, 5)))
         try:
-            tables = sa.inspect(connection)
-            if tables.has_table(self.calls.name) and not tables.has_table(self.meta.name):
-                raise WrongTable(self.calls.name, "unknown")
-            self.meta.create(connection, checkfirst=True)
-            version = connection.scalar(sa.select(self.meta.c.version))
-            if version is None:
-                connection.execute(self.meta.insert().values(id=1, version=VERSION, since=self.now()))
-            elif version != VERSION:
-                raise WrongTable(self.calls.name, version)
-            self._tables.create_all(connection)
+            if not self._is_there(connection):
+                # The version first: MySQL keeps each step, and one that dies halfway must leave what the next can use.
+                self.meta.create(connection, checkfirst=True)
+                if connection.scalar(sa.select(self.meta.c.version)) is None:
+                    connection.execute(self.meta.insert().values(id=1, version=VERSION, since=self.now()))
+                self._tables.create_all(connection)
         finally:
             if self._backend in ("mysql", "mariadb"):
                 connection.execute(sa.select(sa.func.release_lock(lock)))
