@@ -141,13 +141,15 @@ class Core:
         options: Mapping[str, Any],
     ) -> Flow[httpx.Response]:
         request = self._request(method, url, tool_call_id, **options)
-        until = None if deadline is None else time.monotonic() + deadline
+        started = time.monotonic()
+        until = None if deadline is None else started + deadline
         try:
             response, _ = yield from self._ask(request, tool_call_id, until=until)
         except (StopRequested, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as reason:
             cancellation = None
             if cancel_on_stop and tool_call_id is not None:
-                cancellation = yield from self.cancel(tool_call_id, age=None, timeout=CANCEL_TIMEOUT)
+                age = time.monotonic() - started
+                cancellation = yield from self.cancel(tool_call_id, age=age, timeout=CANCEL_TIMEOUT)
             if isinstance(reason, StopRequested):
                 raise Stopped(tool_call_id, cancellation) from None
             raise

@@ -162,13 +162,13 @@ class ToolClient:
         self._in_flight.add(sending)
         sending.add_done_callback(self._in_flight.discard)
         poll = threading.TIMEOUT_MAX if stop is None else STOP_POLL
-        while not sending.done():
+        while not (sending.done() or (stop is not None and stop.is_set())):
             left = poll if step.until is None else step.until - time.monotonic()
             if left <= 0:
                 raise TimeUp("the time allowed is over")
             concurrent.futures.wait([sending], timeout=min(left, poll))
-            if stop is not None and stop.is_set() and not _succeeded(sending):
-                raise StopRequested
+        if stop is not None and stop.is_set() and not _succeeded(sending):
+            raise StopRequested
         return sending.result()
 
     def _exchange(self, request: httpx.Request) -> httpx.Response:

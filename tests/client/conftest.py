@@ -7,7 +7,7 @@ import pytest
 
 from flask_runonce.client import AsyncToolClient, Retry, ToolClient
 
-from .tiny import LIMIT
+from .app import LIMIT, Effects, Recorded, serving
 
 CHAT = "11111111-1111-1111-1111-111111111111"
 QUICK = Retry(first_pause=0.005, longest_pause=0.05)
@@ -54,3 +54,44 @@ def connect(kind):
             return client
 
         yield connect
+
+
+@pytest.fixture
+def effects():
+    effects = Effects()
+    yield effects
+    effects.let_go.set()
+
+
+@pytest.fixture
+def app(effects):
+    return Recorded(effects)
+
+
+@pytest.fixture
+def server(app):
+    with serving(app) as address:
+        yield address
+
+
+@pytest.fixture
+def client(server, connect):
+    return connect(server)
+
+
+@pytest.fixture
+def when():
+    """`when(event, action)`: do the action in a thread of its own when the event has happened."""
+    threads = []
+
+    def when(event, action):
+        def wait():
+            assert event.wait(LIMIT)
+            action()
+
+        threads.append(threading.Thread(target=wait))
+        threads[-1].start()
+
+    yield when
+    for thread in threads:
+        thread.join()

@@ -6,74 +6,64 @@ import threading
 import httpx
 import pytest
 
-from flask_runonce.client import AsyncToolClient, Stopped
+from flask_runonce.client import AsyncToolClient, Retry, Stopped
 from flask_runonce.client.cancellation import WHILE_RUNNING
 
+from .app import CANCELABLE, HELD, LIMIT
 from .conftest import CHAT, QUICK
-from .tiny import LIMIT, Effects, TinyRunOnce, serving
 
 
 @pytest.fixture
-def effects():
-    effects = Effects(hold=[13])
-    yield effects
-    effects.let_go[13].set()
+def url(server):
+    return "http://{}:{}".format(*server)
 
 
-@pytest.fixture
-def app(effects):
-    return TinyRunOnce(effects)
-
-
-@pytest.fixture
-def url(app):
-    with serving(app) as server:
-        yield "http://{}:{}".format(*server)
+def answering(answer, **options):
+    """A client whose requests `answer(request)` answers."""
+    return AsyncToolClient("http://app", CHAT, transport=httpx.MockTransport(answer), **options)
 
 
 async def happened(event: threading.Event) -> None:
     assert await asyncio.get_running_loop().run_in_executor(None, event.wait, LIMIT)
 
 
-def test_a_canceled_task_sends_the_cancel_and_ends_as_canceled(app, url, effects):
-    app.cancel_hooks.append(lambda call_id: effects.let_go[13].set())
-
+def test_a_canceled_task_sends_the_cancel_and_ends_as_canceled(url, effects):
     async def main():
         async with AsyncToolClient(url, CHAT) as client:
-            call = client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, cancel_on_stop=True)
+            call = client.call("POST", "/effects", tool_call_id="a", json={"n": CANCELABLE}, cancel_on_stop=True)
             task = asyncio.create_task(call)
-            await happened(effects.started[13])
+            await happened(effects.started)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            return await client.calls()
 
-    asyncio.run(main())
-    assert app.calls[CHAT, "a"].found == "running"
-    assert effects.counts == {13: 1}
+    (call,) = asyncio.run(main())
+    assert call["canceled"]
 
 
 def test_a_canceled_task_ends_at_once(url, effects):
     async def main():
         async with AsyncToolClient(url, CHAT, retry=QUICK) as client:
-            task = asyncio.create_task(client.call("POST", "/effects", tool_call_id="a", json={"n": 13}))
-            await happened(effects.started[13])
+            task = asyncio.create_task(client.call("POST", "/effects", tool_call_id="a", json={"n": HELD}))
+            await happened(effects.started)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
     asyncio.run(main())
-    assert effects.counts == {13: 1}
+    assert not effects.let_go.is_set(), "the run goes on"
+    assert effects.counts == {HELD: 1}
 
 
-def test_a_stop_ends_an_attempt_and_says_what_became_of_the_call(app, url, effects):
-    app.cancel_hooks.append(lambda call_id: effects.let_go[13].set())
-
+def test_a_stop_ends_an_attempt_and_says_what_became_of_the_call(url, effects):
     async def main():
         stop = asyncio.Event()
         async with AsyncToolClient(url, CHAT) as client:
-            call = client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, stop=stop, cancel_on_stop=True)
+            json = {"n": CANCELABLE}
+            call = client.call("POST", "/effects", tool_call_id="a", json=json, stop=stop, cancel_on_stop=True)
             task = asyncio.create_task(call)
-            await happened(effects.started[13])
+            await happened(effects.started)
             stop.set()
             with pytest.raises(Stopped) as caught:
                 await task
@@ -81,7 +71,7 @@ def test_a_stop_ends_an_attempt_and_says_what_became_of_the_call(app, url, effec
 
     cancellation = asyncio.run(main())
     assert cancellation.text == WHILE_RUNNING
-    assert cancellation.response.json()["square"] == 169
+    assert cancellation.response.json()["square"] == 196
 
 
 def test_a_stop_ends_a_pause():
@@ -89,10 +79,10 @@ def test_a_stop_ends_a_pause():
         stop = asyncio.Event()
 
         def fail(request):
-            asyncio.get_running_loop().call_soon(stop.set)
-            return httpx.Response(503, headers={"Retry-After": "1700"})
+            asyncio.get_running_loop().call_later(0.05, stop.set)
+            return httpx.Response(503, headers={"Retry-After": "3600"})
 
-        async with AsyncToolClient("http://app", CHAT, transport=httpx.MockTransport(fail)) as client:
+        async with answering(fail, retry=Retry(window=7200)) as client:
             with pytest.raises(Stopped):
                 await client.call("POST", "/", tool_call_id="a", stop=stop)
 
@@ -107,7 +97,7 @@ def test_a_fault_after_a_stop_is_the_stop():
             stop.set()
             raise httpx.ReadError("Connection reset by peer")
 
-        async with AsyncToolClient("http://app", CHAT, transport=httpx.MockTransport(fail), retry=QUICK) as client:
+        async with answering(fail, retry=Retry(attempts=1)) as client:
             with pytest.raises(Stopped):
                 await client.call("POST", "/", tool_call_id="a", stop=stop)
 
@@ -116,23 +106,23 @@ def test_a_fault_after_a_stop_is_the_stop():
 
 def test_a_cancellation_that_is_not_the_callers_is_a_fault():
     """A transport may end a request by canceling it; the caller is well and gets its result."""
-    attempts = []
+    paths = []
 
     def answer(request):
-        attempts.append(request)
-        if len(attempts) == 1:
+        paths.append(request.url.path)
+        if len(paths) == 1:
             raise asyncio.CancelledError
         return httpx.Response(200, text="result")
 
     async def main():
-        async with AsyncToolClient("http://app", CHAT, transport=httpx.MockTransport(answer), retry=QUICK) as client:
+        async with answering(answer, retry=QUICK) as client:
             return await client.call("POST", "/", tool_call_id="a", cancel_on_stop=True)
 
     assert asyncio.run(main()).text == "result"
-    assert [request.url.path for request in attempts] == ["/", "/"]
+    assert paths == ["/", "/"]
 
 
-def test_a_body_that_can_be_read_only_once_is_sent_again_whole(url, effects):
+def test_a_body_that_can_be_read_only_once_is_sent_again_whole():
     bodies = []
 
     async def answer(request):
@@ -144,7 +134,7 @@ def test_a_body_that_can_be_read_only_once_is_sent_again_whole(url, effects):
         yield b"two"
 
     async def main():
-        async with AsyncToolClient("http://app", CHAT, transport=httpx.MockTransport(answer), retry=QUICK) as client:
+        async with answering(answer, retry=QUICK) as client:
             await client.call("POST", "/", tool_call_id="a", content=parts())
 
     asyncio.run(main())

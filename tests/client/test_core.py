@@ -33,7 +33,7 @@ def clock(monkeypatch):
 
 
 class Played:
-    """Runs a flow against scripted answers: a response is sent in, an exception thrown, a number is seconds that pass."""
+    """Runs a flow against a script: a response is sent in, an exception thrown, a number is seconds that pass."""
 
     def __init__(self, flow: Generator, clock: Clock, *script):
         self.sends: list[Send] = []
@@ -177,7 +177,9 @@ def test_silence_has_a_name_of_its_own(clock):
     assert (error.code, error.detail) == ("silence_timeout", "No answer from http://server: ReadTimeout")
 
 
-@pytest.mark.parametrize("error", [httpx.LocalProtocolError("bad header"), httpx.DecodingError("no gzip"), ValueError()])
+@pytest.mark.parametrize(
+    "error", [httpx.LocalProtocolError("bad header"), httpx.DecodingError("no gzip"), ValueError()]
+)
 def test_what_another_attempt_cannot_mend_is_raised_as_it_is(clock, error):
     assert Played(call(), clock, error).error is error
 
@@ -263,6 +265,14 @@ def test_a_stop_sends_the_cancel_and_says_what_became_of_the_call(clock):
     assert [send.request.url.path for send in played.sends[1:]] == ["/app/api/v0/tool-calls/id/cancel"] * 2
     assert [send.stoppable for send in played.sends] == [True, False, False]
     assert [pause.stoppable for pause in played.pauses] == [False]
+
+
+def test_the_cancel_after_a_stop_knows_the_calls_age(clock):
+    """The server was restarted while the call ran: it must not say that nothing changed."""
+    restarted = Played(call(cancel_on_stop=True), clock, 10, StopRequested(), not_received(9))
+    assert restarted.error.cancellation.text == NO_RESULT
+    steady = Played(call(cancel_on_stop=True), clock, 10, StopRequested(), not_received(10))
+    assert steady.error.cancellation.text == NOT_RUN
 
 
 @pytest.mark.parametrize("reason", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()], ids=repr)
@@ -377,7 +387,9 @@ def test_the_list_turns_its_pages(clock):
     assert [send.request.url.params["offset"] for send in played.sends] == ["0", "2", "2", "4"]
 
 
-@pytest.mark.parametrize("answer", [httpx.Response(404), httpx.Response(200, text="hello"), httpx.Response(200, json=[])])
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(404), httpx.Response(200, text="hello"), httpx.Response(200, json=[])]
+)
 def test_a_server_without_the_list_gives_no_answer(clock, answer):
     error = Played(core().calls(), clock, answer).error
     assert type(error) is NoAnswer

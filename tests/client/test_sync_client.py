@@ -1,29 +1,32 @@
-"""What the driver for threads does in its own way. The app is served by httpx.WSGITransport, without a network."""
+"""What the driver for threads does in its own way, mostly without a network: httpx.WSGITransport serves the app."""
 
 import contextvars
+import pickle
 import signal
 import threading
 
 import httpx
 import pytest
 
-from flask_runonce.client import Retry, Stopped, ToolClient
+from flask_runonce.client import NoAnswer, Retry, Stopped, ToolClient
 from flask_runonce.client.cancellation import NOT_RUN, WHILE_RUNNING
 
+from .app import CANCELABLE, HELD, LIMIT
 from .conftest import CHAT, QUICK
-from .tiny import LIMIT, Effects, TinyRunOnce, serving
 
 
 @pytest.fixture
-def effects():
-    effects = Effects(hold=[13])
-    yield effects
-    effects.let_go[13].set()
+def connect():
+    """Makes a client whose requests `answer(request)` answers."""
+    clients = []
 
+    def connect(answer, **options):
+        clients.append(ToolClient("http://app", CHAT, transport=httpx.MockTransport(answer), **options))
+        return clients[-1]
 
-@pytest.fixture
-def app(effects):
-    return TinyRunOnce(effects)
+    yield connect
+    for client in clients:
+        client.close()
 
 
 @pytest.fixture
@@ -32,94 +35,66 @@ def client(app):
         yield client
 
 
-def failing(*faults):
-    """A transport on which the first requests fail and the others succeed."""
-    faults = list(faults)
-
-    def handle(request):
-        if faults:
-            raise faults.pop(0)
-        return httpx.Response(200, json={"received": False, "state": "not_received", "remembers": 3600})
-
-    return httpx.MockTransport(handle)
-
-
 def test_an_app_can_be_served_without_a_network(client, effects):
     assert client.call("POST", "/effects", tool_call_id="a", json={"n": 3}).json() == {"n": 3, "square": 9}
     assert client.cancel("a").response.json() == {"n": 3, "square": 9}
     assert effects.counts == {3: 1}
 
 
-def test_an_error_of_the_app_itself_comes_out_as_it_is():
-    def broken(environ, start_response):
+def test_an_error_of_the_app_itself_comes_out_as_it_is(connect):
+    def broken(request):
         raise LookupError("a bug in the app")
 
-    with (
-        ToolClient("http://app", CHAT, transport=httpx.WSGITransport(broken)) as client,
-        pytest.raises(LookupError, match="a bug in the app"),
-    ):
-        client.call("POST", "/", tool_call_id="a")
+    with pytest.raises(LookupError, match="a bug in the app"):
+        connect(broken).call("POST", "/", tool_call_id="a")
 
 
-def test_a_stop_ends_an_attempt_that_lasts(client, effects):
+def test_a_stop_ends_an_attempt_that_lasts(client, effects, when):
     stop = threading.Event()
-
-    def stop_when_started():
-        assert effects.started[13].wait(LIMIT)
-        stop.set()
-
-    threading.Thread(target=stop_when_started).start()
+    when(effects.started, stop.set)
     with pytest.raises(Stopped) as caught:
-        client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, stop=stop)
+        client.call("POST", "/effects", tool_call_id="a", json={"n": HELD}, stop=stop)
     assert caught.value.cancellation is None
-    assert not effects.let_go[13].is_set(), "the run goes on"
+    assert not effects.let_go.is_set(), "the run goes on"
 
 
-def test_a_stop_with_a_cancel_says_what_became_of_the_call(app, client, effects):
-    app.cancel_hooks.append(lambda call_id: effects.let_go[13].set())
+def test_a_stop_with_a_cancel_says_what_became_of_the_call(client, effects, when):
     stop = threading.Event()
-
-    def stop_when_started():
-        assert effects.started[13].wait(LIMIT)
-        stop.set()
-
-    threading.Thread(target=stop_when_started).start()
+    when(effects.started, stop.set)
     with pytest.raises(Stopped) as caught:
-        client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, stop=stop, cancel_on_stop=True)
+        client.call("POST", "/effects", tool_call_id="a", json={"n": CANCELABLE}, stop=stop, cancel_on_stop=True)
     assert caught.value.cancellation.text == WHILE_RUNNING
-    assert caught.value.cancellation.response.json()["square"] == 169
+    assert caught.value.cancellation.response.json()["square"] == 196
 
 
-def test_a_stop_before_the_call_keeps_it_from_being_sent(app, client, effects):
+def test_a_stop_before_the_call_keeps_it_from_being_sent(connect):
     stop = threading.Event()
     stop.set()
+    paths = []
+
+    def answer(request):
+        paths.append(request.url.path)
+        return httpx.Response(200, json={"received": False, "state": "not_received", "remembers": 3600})
+
     with pytest.raises(Stopped) as caught:
-        client.call("POST", "/effects", tool_call_id="a", json={"n": 3}, stop=stop, cancel_on_stop=True)
+        connect(answer).call("POST", "/effects", tool_call_id="a", stop=stop, cancel_on_stop=True)
     assert caught.value.cancellation.text == NOT_RUN
-    assert not effects.counts
+    assert paths == ["/api/v0/tool-calls/a/cancel"]
 
 
-def test_a_stop_ends_a_pause():
-    stop = threading.Event()
-    failed = threading.Event()
+def test_a_stop_ends_a_pause(connect, when):
+    stop, failed = threading.Event(), threading.Event()
 
     def fail(request):
         failed.set()
         return httpx.Response(503, headers={"Retry-After": "3600"})
 
-    def stop_when_failed():
-        assert failed.wait(LIMIT)
-        stop.set()
-
-    threading.Thread(target=stop_when_failed).start()
-    with (
-        ToolClient("http://app", CHAT, transport=httpx.MockTransport(fail), retry=Retry(window=7200)) as client,
-        pytest.raises(Stopped),
-    ):
-        client.call("POST", "/", tool_call_id="a", stop=stop)
+    when(failed, stop.set)
+    with pytest.raises(Stopped):
+        connect(fail, retry=Retry(window=7200)).call("POST", "/", tool_call_id="a", stop=stop)
 
 
-def test_a_fault_after_a_stop_is_the_stop():
+def test_a_fault_after_a_stop_is_the_stop(connect):
     """A person's stop often tears the connection down too; the caller's reason wins."""
     stop = threading.Event()
 
@@ -127,22 +102,18 @@ def test_a_fault_after_a_stop_is_the_stop():
         stop.set()
         raise httpx.ReadError("Connection reset by peer")
 
-    with (
-        ToolClient("http://app", CHAT, transport=httpx.MockTransport(fail), retry=QUICK) as client,
-        pytest.raises(Stopped),
-    ):
-        client.call("POST", "/", tool_call_id="a", stop=stop)
+    with pytest.raises(Stopped):
+        connect(fail, retry=Retry(attempts=1)).call("POST", "/", tool_call_id="a", stop=stop)
 
 
-def test_a_result_that_came_in_time_is_not_thrown_away():
+def test_a_result_that_came_in_time_is_not_thrown_away(connect):
     stop = threading.Event()
 
     def answer(request):
         stop.set()
         return httpx.Response(200, text="result")
 
-    with ToolClient("http://app", CHAT, transport=httpx.MockTransport(answer)) as client:
-        assert client.call("POST", "/", tool_call_id="a", stop=stop).text == "result"
+    assert connect(answer).call("POST", "/", tool_call_id="a", stop=stop).text == "result"
 
 
 def test_an_unset_stop_changes_nothing(client):
@@ -151,22 +122,16 @@ def test_an_unset_stop_changes_nothing(client):
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
-def test_ctrl_c_sends_the_cancel_and_comes_out(app, client, effects):
-    app.cancel_hooks.append(lambda call_id: effects.let_go[13].set())
+def test_ctrl_c_sends_the_cancel_and_comes_out(client, effects, when):
     main_thread = threading.get_ident()
-
-    def interrupt_when_started():
-        assert effects.started[13].wait(LIMIT)
-        signal.pthread_kill(main_thread, signal.SIGINT)
-
-    threading.Thread(target=interrupt_when_started).start()
+    when(effects.started, lambda: signal.pthread_kill(main_thread, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, cancel_on_stop=True)
-    assert app.calls[CHAT, "a"].found == "running"
-    assert effects.counts == {13: 1}
+        client.call("POST", "/effects", tool_call_id="a", json={"n": CANCELABLE}, cancel_on_stop=True)
+    (call,) = client.calls()
+    assert call["canceled"]
 
 
-def test_the_callers_context_is_there_while_it_sends():
+def test_the_callers_context_is_there_while_it_sends(connect):
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("the caller's")
     seen = []
@@ -175,24 +140,38 @@ def test_the_callers_context_is_there_while_it_sends():
         seen.append(variable.get())
         return httpx.Response(200)
 
-    with ToolClient("http://app", CHAT, transport=httpx.MockTransport(answer)) as client:
-        client.call("POST", "/", tool_call_id="a")
+    connect(answer).call("POST", "/", tool_call_id="a")
     assert seen == ["the caller's"]
 
 
-def test_one_failing_cancel_loses_no_other_answer():
-    fault = ValueError("a bug in a transport")
-    with ToolClient("http://app", CHAT, transport=failing(fault)) as client:
-        answers = client.cancel_all(["a", "b", "c", "d"])
-    assert sorted(str(answer.received) for answer in answers.values()) == ["False"] * 3 + ["None"]
+def test_one_failing_cancel_loses_no_other_answer(connect):
+    def answer(request):
+        if request.url.path.endswith("/b/cancel"):
+            raise ValueError("a bug in a transport")
+        return httpx.Response(200, json={"received": False, "state": "not_received", "remembers": 3600})
+
+    answers = connect(answer).cancel_all(["a", "b", "c"])
+    assert {call_id: answer.received for call_id, answer in answers.items()} == {"a": False, "b": None, "c": False}
 
 
-def test_closing_waits_for_no_request_that_was_given_up(app, effects):
-    with serving(app) as server, ToolClient("http://{}:{}".format(*server), CHAT, retry=QUICK) as client:
-        assert client.cancel("other").text == NOT_RUN
-        with pytest.raises(Exception, match="the time allowed is over"):
-            client.call("POST", "/effects", tool_call_id="a", json={"n": 13}, deadline=0.2)
+def test_closing_leaves_a_request_that_was_given_up_its_connection(effects, server):
+    with ToolClient("http://{}:{}".format(*server), CHAT, retry=QUICK) as client:
+        with pytest.raises(NoAnswer, match="the time allowed is over"):
+            client.call("POST", "/effects", tool_call_id="a", json={"n": HELD}, deadline=0.2)
         (given_up,) = client._in_flight
-        client.close()
-        effects.let_go[13].set()
-        assert given_up.result(LIMIT).json()["square"] == 169, "it could still be read"
+    effects.let_go.set()
+    assert given_up.result(LIMIT).json()["square"] == 169
+
+
+def test_errors_can_be_pickled(connect):
+    """They cross process pools with their facts."""
+    refusing = connect(lambda request: httpx.Response(502, json={"message": "gone"}), retry=Retry(attempts=1))
+    stop = threading.Event()
+    stop.set()
+    for options in [{}, {"stop": stop}]:
+        with pytest.raises((NoAnswer, Stopped)) as caught:
+            refusing.call("POST", "/", tool_call_id="a", **options)
+        copy = pickle.loads(pickle.dumps(caught.value))
+        facts = ["code", "status", "detail", "retryable", "tool_call_id"]
+        assert type(copy) is type(caught.value)
+        assert [getattr(copy, fact) for fact in facts] == [getattr(caught.value, fact) for fact in facts]
