@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from webtest import TestApp, TestResponse
 
 import flask_runonce
-from flask_runonce import RunOnceMiddleware, client, errors, rule, signals, stores
+from flask_runonce import client, errors, rule, signals, stores
 from flask_runonce.client.cancellation import Cancellation
 from flask_runonce.problems import PROBLEMS
 from flask_runonce.record import CallKey, Found, Outcome, Record, Seen, State
@@ -38,6 +38,8 @@ from flask_runonce.settings import METHODS, MIDDLEWARE_RELEASE_STATUSES, Setting
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
+WIDTH = 88
+"""Characters that a line of code may have to be read without scrolling."""
 LIMIT = 30
 """Seconds that a test waits at most for something that should happen."""
 
@@ -61,13 +63,6 @@ class Page:
                 kind = token.info.strip() if token.type == "fence" else token.type
                 assert kind in KINDS or kind.split("}")[0] in DIRECTIVES, f"{self.where(token)}: nothing runs {kind!r}"
                 (KINDS.get(kind) or DIRECTIVES[kind.split("}")[0]])(self, token)
-
-    def close(self) -> None:
-        for value in list(self.names.values()):
-            if isinstance(value, flask.Flask) and "runonce" in value.extensions:
-                value.extensions["runonce"].runner.store.close()
-            elif isinstance(value, RunOnceMiddleware):
-                value._service.runner.store.close()
 
     def where(self, token: Token) -> str:
         assert token.map
@@ -95,8 +90,9 @@ class Page:
 
 
 def run_python(page: Page, token: Token) -> None:
-    """Run it. What it says about the configuration has to be a configuration."""
+    """Run it in the page's namespace, with the page's own lines in a traceback."""
     assert token.map
+    _check_width(page, token)
     source = "\n" * (token.map[0] + 1) + token.content
     exec(compile(source, str(page.path), "exec", dont_inherit=True), page.names)
 
@@ -104,13 +100,20 @@ def run_python(page: Page, token: Token) -> None:
 def run_console(page: Page, token: Token) -> None:
     """Run each line that begins with `$`, and compare what follows with what it prints; `...` stands for anything."""
     assert token.content.startswith("$ "), page.where(token)
-    for command, wanted in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", token.content, re.MULTILINE):
+    _check_width(page, token)
+    content = token.content.replace("\\\n", "")
+    for command, wanted in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", content, re.MULTILINE):
         words = shlex.split(command)
         assert words[0] in COMMANDS, f"{page.where(token)}: nothing runs {words[0]!r}"
         printed = COMMANDS[words[0]](page, words[1:])
         same = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         fits = doctest.OutputChecker().check_output(wanted, printed, same)
         assert fits, f"{page.where(token)}: $ {command}\n{printed}\nis not\n{wanted}"
+
+
+def _check_width(page: Page, token: Token) -> None:
+    for number, line in enumerate(token.content.splitlines()):
+        assert len(line) <= WIDTH, f"{page.where(token)}, line {number + 1} of the block is too wide: {line}"
 
 
 def curl(page: Page, words: list[str]) -> str:
@@ -132,7 +135,7 @@ def curl(page: Page, words: list[str]) -> str:
             assert word.startswith("localhost:5000/"), f"curl {word}"
             path = word.removeprefix("localhost:5000")
     reply = page.app.request(path, method=method, headers=headers, body=body, expect_errors=True)
-    lines = [f"HTTP/1.1 {reply.status}", *(f"{name}: {value}" for name, value in reply.headerlist), ""]
+    lines = [f"HTTP/1.1 {reply.status}", "Server: any", *(f"{name}: {value}" for name, value in reply.headerlist), ""]
     return "\n".join([*lines, ""] if head else []) + reply.text.rstrip("\n") + "\n"
 
 
@@ -207,11 +210,19 @@ COMMANDS = {"curl": curl, "pip": pip, "flask": run_flask, "gunicorn": gunicorn}
 @pytest.fixture
 def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     """The page that the test is marked with; what it writes goes to a folder of its own."""
+    opened: list[stores.SQLStore] = []
+    init = stores.SQLStore.__init__
+
+    def init_and_note(store: stores.SQLStore, *args: Any, **options: Any) -> None:
+        opened.append(store)
+        init(store, *args, **options)
+
+    monkeypatch.setattr(stores.SQLStore, "__init__", init_and_note)
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(tmp_path)
-    page = Page(request.param)
-    yield page
-    page.close()
+    yield Page(request.param)
+    for store in opened:
+        store.close()
 
 
 def of(name: str) -> pytest.MarkDecorator:
@@ -327,7 +338,11 @@ def test_the_table_of_requests(page: Page) -> None:
         if move.do is rule.Do.REFUSE:
             assert rows[record].startswith(f"409 `{move.code}`")
         else:
-            beginnings = {rule.Do.RUN: "a run", rule.Do.WAIT: "a wait", rule.Do.REPLAY: ("the saved", "500 `outcome_un")}
+            beginnings = {
+                rule.Do.RUN: "a run",
+                rule.Do.WAIT: "a wait",
+                rule.Do.REPLAY: ("the saved", "500 `outcome_un"),
+            }
             assert rows[record].startswith(beginnings[move.do]), record
     rerun = rule.begin(seen(RUNNING, lost=True), again._replace(rerun=True))
     assert rerun.do is rule.Do.RUN and rows["running, and its owner is lost"].endswith("a run")
@@ -353,6 +368,17 @@ def test_the_table_of_cancels(page: Page) -> None:
         assert ("wait" in rows[record]) == (move.do is rule.Do.WAIT)
         assert ("outcome_unknown" in rows[record]) == (put.outcome is Outcome.UNKNOWN)
     assert rule.cancel(seen(RUNNING), RUNNING.key, patient=False).do is rule.Do.TELL_LATER
+
+
+@of("rule")
+def test_the_table_of_the_rule_itself(page: Page) -> None:
+    _, rulers, *lines = re.findall(r"^    (\S.*|  .*\S.*)$", inspect.getdoc(rule) or "", re.MULTILINE)
+    columns = [slice(found.start(), found.end()) for found in re.finditer("-+", rulers)]
+    stated = [[line[column].strip() for column in columns] for line in lines]
+    for above, below in zip(stated, stated[1:], strict=False):
+        below[0] = below[0] or above[0]  # the docstring names an event once
+    written = [[event.strip("`"), *cells] for event, *cells in page.table("event", "seen")]
+    assert written == stated
 
 
 @of("client")
@@ -519,29 +545,22 @@ def test_a_result_is_cut(page: Page) -> None:
 
 
 @of("wsgi")
-def test_the_middleware_inside_an_authentication_and_with_a_scope(
-    page: Page, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_middleware_with_a_scope(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     page.run()
     assert "stop what call-1 left running" in capsys.readouterr().out
     assert post(page, "/").status_int == 401
     page.app.authorization = ("Bearer", "s3cret")
     assert [post(page, "/").text for _ in range(2)] == ["ordered"] * 2
-    page.close()
-    page.names.clear()
+
+
+@of("wsgi")
+def test_the_middleware_inside_an_authentication(page: Page) -> None:
     _prefix(page, "def require_token(")
+    assert post(page, "/").status_int == 401
+    page.app.authorization = ("Bearer", "s3cret")
+    assert [post(page, "/").text for _ in range(2)] == ["ordered in chat-1"] * 2
     page.app.authorization = None
     assert post(page, "/").status_int == 401
-    page.names["application"](_environ("Bearer s3cret"), lambda *_: None)
-    page.close()
-    for cell in page.names["application"].__closure__:
-        cell.cell_contents._service.runner.store.close()
-
-
-def _environ(authorization: str) -> dict[str, Any]:
-    from werkzeug.test import create_environ
-
-    return create_environ("/", method="GET", headers={"Authorization": authorization})
 
 
 @of("keys")
