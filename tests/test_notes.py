@@ -141,6 +141,18 @@ def test_mail_is_sent_by_an_async_view(either: Service) -> None:
     assert either.mails == ["bob"]
 
 
+def test_mail_is_logged_where_no_server_sends_it(either: Service, caplog: pytest.LogCaptureFixture) -> None:
+    module = sys.modules[either.app.import_name]
+    log_in = {"name": "bob", "password": "secret"}
+    http = TestApp(module.create_app({"DATABASE": str(either.database)}))
+    http.post("/users", log_in)
+    http.token = http.post("/login", log_in).json["csrf_token"]
+    either.send("post", "/notes", {"title": "Milk", "text": ""}, http=http)
+    with caplog.at_level("INFO"):
+        either.send("post", "/notes/1/mail", {"to": "bob"}, http=http, status=202)
+    assert "Mail to bob: Milk" in caplog.text
+
+
 def test_errors_are_json(either: Service) -> None:
     either.send("post", "/notes", {"title": "Milk", "text": ""})
     twice = either.send("post", "/notes", {"title": "Milk", "text": ""}, status=409)
@@ -278,6 +290,12 @@ def test_another_note_under_the_same_id_is_refused(service: Service) -> None:
 
 def test_the_docs_show_the_difference() -> None:
     assert (DOCS / "notes.diff").read_text("utf-8") == notes_diff.diff(), "run docs/notes_diff.py"
+
+
+def test_the_difference_is_written_by_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes_diff, "DOCS", tmp_path)
+    notes_diff.main([])
+    assert (tmp_path / "notes.diff").read_bytes() == (DOCS / "notes.diff").read_bytes()
 
 
 def test_the_service_before_knows_nothing_of_run_once() -> None:
