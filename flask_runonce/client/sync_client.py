@@ -152,8 +152,8 @@ class ToolClient:
             return self._send(step, stop)
         if stop is None:
             time.sleep(step.seconds)
-        elif stop.wait(step.seconds):
-            raise StopRequested
+        else:
+            stop.wait(step.seconds)  # the next step sees it
         return None
 
     def _send(self, step: Send, stop: threading.Event | None) -> httpx.Response:

@@ -68,6 +68,18 @@ class Recorded:
         return self.middleware(environ, start)
 
 
+class FailsTwice:
+    """Answers 503 to the first two requests, 200 to the others; keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        self.sent.append((request.headers["Content-Type"], request.get_data()))
+        return Response(status=503 if len(self.sent) < 3 else 200)(environ, start_response)
+
+
 class _Quiet(WSGIRequestHandler):
     def log(self, *args: Any) -> None:
         pass

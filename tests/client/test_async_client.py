@@ -9,7 +9,7 @@ import pytest
 from flask_runonce.client import AsyncToolClient, Retry, Stopped
 from flask_runonce.client.cancellation import WHILE_RUNNING
 
-from .app import CANCELABLE, HELD, LIMIT
+from .app import CANCELABLE, HELD, LIMIT, FailsTwice, serving
 from .conftest import CHAT, QUICK
 
 
@@ -74,6 +74,20 @@ def test_a_stop_ends_an_attempt_and_says_what_became_of_the_call(url, effects):
     assert cancellation.response.json()["square"] == 196
 
 
+def test_a_stop_leaves_nothing_running(url, effects):
+    async def main():
+        stop = asyncio.Event()
+        async with AsyncToolClient(url, CHAT) as client:
+            task = asyncio.create_task(client.call("POST", "/effects", tool_call_id="a", json={"n": HELD}, stop=stop))
+            await happened(effects.started)
+            stop.set()
+            with pytest.raises(Stopped):
+                await task
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 def test_a_stop_ends_a_pause():
     async def main():
         stop = asyncio.Event()
@@ -104,6 +118,20 @@ def test_a_fault_after_a_stop_is_the_stop():
     asyncio.run(main())
 
 
+def test_a_result_that_came_in_time_is_not_thrown_away():
+    async def main():
+        stop = asyncio.Event()
+
+        def answer(request):
+            stop.set()
+            return httpx.Response(200, text="result")
+
+        async with answering(answer) as client:
+            return await client.call("POST", "/", tool_call_id="a", stop=stop)
+
+    assert asyncio.run(main()).text == "result"
+
+
 def test_a_cancellation_that_is_not_the_callers_is_a_fault():
     """A transport may end a request by canceling it; the caller is well and gets its result."""
     paths = []
@@ -123,19 +151,17 @@ def test_a_cancellation_that_is_not_the_callers_is_a_fault():
 
 
 def test_a_body_that_can_be_read_only_once_is_sent_again_whole():
-    bodies = []
-
-    async def answer(request):
-        bodies.append(await request.aread())
-        return httpx.Response(503 if len(bodies) == 1 else 200)
+    app = FailsTwice()
 
     async def parts():
         yield b"one "
         yield b"two"
 
-    async def main():
-        async with answering(answer, retry=QUICK) as client:
-            await client.call("POST", "/", tool_call_id="a", content=parts())
+    async def main(url):
+        async with AsyncToolClient(url, CHAT, retry=QUICK) as client:
+            headers = {"Content-Type": "text/plain"}
+            await client.call("POST", "/", tool_call_id="a", content=parts(), headers=headers)
 
-    asyncio.run(main())
-    assert bodies == [b"one two", b"one two"]
+    with serving(app) as server:
+        asyncio.run(main("http://{}:{}".format(*server)))
+    assert app.sent == [("text/plain", b"one two")] * 3

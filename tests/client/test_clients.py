@@ -1,5 +1,6 @@
 """What both clients do alike, against a real server on loopback."""
 
+import io
 import socket
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 from flask_runonce.client import NoAnswer, Refused, Retry, SilenceTimeout, ToolClient
 from flask_runonce.client.cancellation import NO_RESULT
 
-from .app import HELD, LIMIT, Recorded, serving
+from .app import HELD, LIMIT, FailsTwice, Recorded, serving
 from .conftest import CHAT
 
 AWKWARD_IDS = [
@@ -79,18 +80,12 @@ def test_options_of_httpx_reach_it(app, server, connect):
 
 
 def test_every_attempt_sends_the_same_bytes(connect):
-    bodies = []
-
-    def app(environ, start_response):
-        bodies.append((environ["CONTENT_TYPE"], environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))))
-        start_response(f"{503 if len(bodies) < 3 else 200} -", [("Content-Length", "0")])
-        return []
-
+    app = FailsTwice()
     with serving(app) as server:
-        connect(server).call("POST", "/", tool_call_id="a", files={"upload": ("name", b"content")})
-    assert len(bodies) == 3
-    assert bodies[0] == bodies[1] == bodies[2]
-    assert b"content" in bodies[0][1]
+        connect(server).call("POST", "/", tool_call_id="a", files={"upload": ("name", io.BytesIO(b"content"))})
+    assert len(app.sent) == 3
+    assert app.sent[0] == app.sent[1] == app.sent[2]
+    assert b"content" in app.sent[0][1]
 
 
 def test_a_refusal_is_raised(client, effects):

@@ -41,25 +41,28 @@ class Played:
         self.result = self.error = None
         script = list(script)
         advance, argument = flow.send, None
-        try:
-            while True:
+        while True:
+            try:
                 step = advance(argument)
-                advance, argument = flow.send, None
-                if isinstance(step, Pause):
-                    self.pauses.append(step)
-                    clock.now += step.seconds
-                    continue
-                self.sends.append(step)
-                while isinstance(script[0], (int, float)):
-                    clock.now += script.pop(0)
-                argument = script.pop(0)
-                if isinstance(argument, httpx.Response):
-                    argument.request = step.request
-                advance = flow.throw if isinstance(argument, BaseException) else flow.send
-        except StopIteration as end:
-            self.result = end.value
-        except BaseException as error:
-            self.error = error
+            except StopIteration as end:
+                self.result = end.value
+                break
+            except BaseException as error:
+                self.error = error
+                break
+            advance, argument = flow.send, None
+            if isinstance(step, Pause):
+                self.pauses.append(step)
+                clock.now += step.seconds
+                continue
+            self.sends.append(step)
+            while script and isinstance(script[0], (int, float)):
+                clock.now += script.pop(0)
+            assert script, "the flow goes on after the script"
+            argument = script.pop(0)
+            if isinstance(argument, httpx.Response):
+                argument.request = step.request
+            advance = flow.throw if isinstance(argument, BaseException) else flow.send
         assert not script, "the flow ended before the script"
 
 
@@ -210,6 +213,7 @@ def test_no_attempt_starts_after_the_window(clock, monkeypatch):
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     retry = {"window": 10.0, "first_pause": 2.0}
     assert Played(call(retry=retry), clock, 3, BROKEN, 1, BROKEN).error.detail.endswith("Connection reset by peer")
+    assert Played(call(retry=retry, deadline=99), clock, 3, BROKEN, 1, BROKEN).error, "the window is the shorter one"
     patient = Played(call(retry=retry), clock, 3, BROKEN, 500, OK)
     assert patient.result is OK, "an attempt that has started may last"
 

@@ -11,7 +11,7 @@ import pytest
 from flask_runonce.client import NoAnswer, Retry, Stopped, ToolClient
 from flask_runonce.client.cancellation import NOT_RUN, WHILE_RUNNING
 
-from .app import CANCELABLE, HELD, LIMIT
+from .app import CANCELABLE, HELD, LIMIT, FailsTwice, serving
 from .conftest import CHAT, QUICK
 
 
@@ -142,6 +142,14 @@ def test_the_callers_context_is_there_while_it_sends(connect):
 
     connect(answer).call("POST", "/", tool_call_id="a")
     assert seen == ["the caller's"]
+
+
+def test_a_body_that_can_be_read_only_once_is_sent_again_whole():
+    app = FailsTwice()
+    with serving(app) as server, ToolClient("http://{}:{}".format(*server), CHAT, retry=QUICK) as client:
+        text = {"Content-Type": "text/plain"}
+        client.call("POST", "/", tool_call_id="a", content=(part for part in [b"one ", b"two"]), headers=text)
+    assert app.sent == [("text/plain", b"one two")] * 3
 
 
 def test_one_failing_cancel_loses_no_other_answer(connect):
