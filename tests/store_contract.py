@@ -24,6 +24,8 @@ from flask_runonce.record import NOW, CallKey, Claim, Found, Outcome, Record, Sa
 from flask_runonce.stores import Store, Swapped
 from tests.services import LIMIT
 
+UNTIL_WOKEN = 10 * LIMIT
+"""For a wait that must be woken: one that times out takes longer than a test lets it."""
 FORGET = 3600.0
 LEASE = 30.0
 KEY = CallKey("tenant", "chat", "call")
@@ -421,11 +423,11 @@ class StoreContract:
     # Waiting.
 
     def test_a_wait_returns_at_once_where_the_version_is_another(self, store: Store) -> None:
-        nothing = store.wait(KEY, "0123456789abcdef", LIMIT)
+        nothing = store.wait(KEY, "0123456789abcdef", UNTIL_WOKEN)
         assert nothing == Seen(None, "", nothing.now)
         claimed = put(store, running())
         for version in ("", "0123456789abcdef"):
-            seen = store.wait(KEY, version, LIMIT)
+            seen = store.wait(KEY, version, UNTIL_WOKEN)
             assert seen == claimed._replace(now=seen.now)
 
     def test_a_wait_ends_with_its_timeout(self, store: Store) -> None:
@@ -443,7 +445,7 @@ class StoreContract:
 
         def wait() -> Seen:
             waiting.set()
-            return store.wait(KEY, claimed.version, LIMIT)
+            return store.wait(KEY, claimed.version, UNTIL_WOKEN)
 
         def change() -> Seen:
             assert waiting.wait(LIMIT)
@@ -457,7 +459,7 @@ class StoreContract:
     def test_all_who_wait_are_woken(self, store: Store) -> None:
         claimed = put(store, running())
         *waited, finished = together(
-            *[lambda: store.wait(KEY, claimed.version, LIMIT)] * 12,
+            *[lambda: store.wait(KEY, claimed.version, UNTIL_WOKEN)] * 12,
             lambda: put(store, done(record_of(claimed)), claimed.version),
         )
         assert {seen.version for seen in waited} == {finished.version}
@@ -468,7 +470,7 @@ class StoreContract:
 
         def wait() -> Seen:
             waiting.set()
-            return store.wait(KEY, claimed.version, LIMIT)
+            return store.wait(KEY, claimed.version, UNTIL_WOKEN)
 
         def change() -> Seen:
             assert waiting.wait(LIMIT)
@@ -484,7 +486,7 @@ class StoreContract:
         seen = [put(store, running(KEY._replace(tool_call_id=f"call-{n}"))) for n in range(4)]
 
         def wait(there: Seen) -> Seen:
-            return store.wait(record_of(there).key, there.version, LIMIT)
+            return store.wait(record_of(there).key, there.version, UNTIL_WOKEN)
 
         def finish() -> list[Seen]:
             return [put(store, done(record_of(there)), there.version) for there in seen]
@@ -560,6 +562,7 @@ class StoreContract:
         advance(FORGET - 10)
         kept = put(store, canceled())
         run = put(store, running(KEY._replace(tool_call_id="run")))
+        assert all(store.read(key).record for key in old)
         advance(20)
         assert store.purge() == (0 if self.forgets_by_itself else len(old))
         assert store.purge() == 0
@@ -657,7 +660,7 @@ class StoreContract:
             for number in range(5):
                 run = f"{name}-{number}"
                 while not (swapped := swap(store, "", running(run=run))).done:
-                    store.wait(KEY, swapped.seen.version, LIMIT)
+                    store.wait(KEY, swapped.seen.version, UNTIL_WOKEN)
                 assert inside.acquire(blocking=False), "two hold the claim"
                 assert record_of(store.read(KEY)).run == run
                 held.append(run)
@@ -684,7 +687,7 @@ class StoreContract:
 
         def wait() -> Seen:
             waiting.set()
-            return store.wait(KEY, claimed.version, LIMIT)
+            return store.wait(KEY, claimed.version, UNTIL_WOKEN)
 
         def work() -> str:
             seen = put(store, running(key, "run-of-the-child"))
@@ -729,7 +732,7 @@ class SharedStoreContract(StoreContract):
     def test_a_wait_ends_when_another_process_changes_the_record(self, store: Store, other: Store) -> None:
         claimed = put(store, running())
         waited, finished = together(
-            lambda: store.wait(KEY, claimed.version, LIMIT),
+            lambda: store.wait(KEY, claimed.version, UNTIL_WOKEN),
             lambda: put(other, done(record_of(claimed)), claimed.version),
         )
         assert waited == finished._replace(now=waited.now)

@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from flask_runonce.errors import ConfigError, StoreFull, StoreUnavailable, UnreadableRecord
-from flask_runonce.record import CallKey, Found, Seen
+from flask_runonce.record import CallKey, Found, Record, Seen
 from flask_runonce.stores import RedisStore, Store, open_store
 from flask_runonce.stores import redis as redis_store
 from tests.services import LIMIT, RedisServer, free_port, until
@@ -22,6 +22,7 @@ from tests.store_contract import (
     FORGET,
     KEY,
     LEASE,
+    UNTIL_WOKEN,
     canceled,
     claim_of,
     done,
@@ -145,6 +146,15 @@ def test_a_chats_list_is_tidied_a_few_at_a_time(store: Store, client: redis.Redi
     assert store.list(scope=KEY.scope, chat_id=KEY.chat_id).total == 1
 
 
+def test_a_chats_list_lives_as_long_as_its_calls(store: Store, client: redis.Redis) -> None:
+    put(store, running(), lease=5000)
+    touch(store)
+    put(store, canceled(KEY._replace(tool_call_id="another")), forget_after=1)
+    (name,) = client.keys("runonce:chat:*")
+    assert client.pttl(name) >= client.pttl(NAME) - 1000
+    assert client.zscore(name, KEY.digest) - client.time()[0] >= client.pttl(NAME) / 1000 - LIMIT
+
+
 def test_a_touch_does_not_write_the_body_again(redis_server: RedisServer, store: Store, client: redis.Redis) -> None:
     put(store, done(running(), EVERY_BYTE * 1000))
     size = client.info("persistence")["aof_current_size"]
@@ -226,17 +236,24 @@ def test_without_a_retry_a_lost_reply_is_an_error(redis_server: RedisServer, cli
 # Waiting.
 
 
-def test_a_change_is_heard_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_store, "_POLL", 10 * LIMIT)
-    for number in range(20):
+@pytest.mark.parametrize("subscribed", [True, False])
+def test_a_change_is_heard_at_once(
+    store: Store, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, subscribed: bool
+) -> None:
+    """Whether it comes while somebody waits, or while he is about to."""
+    monkeypatch.setattr(redis_store, "_POLL", UNTIL_WOKEN)
+    for number in range(12):
         key = KEY._replace(tool_call_id=f"call-{number}")
         claimed = put(store, running(key))
         new = (done(record_of(claimed)), record_of(claimed)._replace(found=Found.RUNNING), None)[number % 3]
-        waited, swapped = together(
-            partial(store.wait, key, claimed.version, 10 * LIMIT),
-            partial(swap, store, claimed.version, new, key),
-        )
-        assert waited.version == swapped.seen.version
+
+        def change(key: CallKey = key, there: Seen = claimed, new: Record | None = new) -> Seen:
+            if subscribed:
+                until(lambda: client.pubsub_numsub(f"runonce:{{{key.digest}}}")[0][1] == 1, "nobody waits")
+            return swap(store, there.version, new, key).seen
+
+        waited, changed = together(partial(store.wait, key, claimed.version, UNTIL_WOKEN), change)
+        assert waited.version == changed.version
 
 
 def test_a_change_that_was_not_told_is_found(
@@ -249,7 +266,7 @@ def test_a_change_that_was_not_told_is_found(
         until(lambda: client.pubsub_numsub(NAME)[0][1] == 1, "nobody waits")
         client.delete(NAME)
 
-    waited, _ = together(partial(store.wait, KEY, claimed.version, 10 * LIMIT), forget)
+    waited, _ = together(partial(store.wait, KEY, claimed.version, UNTIL_WOKEN), forget)
     assert waited.record is None
 
 
@@ -337,7 +354,7 @@ def test_who_waits_is_told_that_the_server_went() -> None:
 
         def wait() -> None:
             with pytest.raises(StoreUnavailable):
-                store.wait(KEY, claimed.version, 10 * LIMIT)
+                store.wait(KEY, claimed.version, UNTIL_WOKEN)
 
         def kill() -> None:
             until(lambda: client.pubsub_numsub(NAME)[0][1] == 4, "nobody waits")

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, inspect, text
 from flask_runonce.record import CallKey
 from flask_runonce.stores import MemoryStore, RedisStore, SQLStore, Store
 from tests.services import PostgresServer, RedisCluster, RedisServer
-from tests.store_contract import OwnClockContract, SharedStoreContract, StoreContract
+from tests.store_contract import KEY, OwnClockContract, SharedStoreContract, StoreContract, in_child, put, running
 
 
 class TestMemoryStore(StoreContract):
@@ -32,6 +32,11 @@ class TestMemoryStore(StoreContract):
             clock[0] += seconds
 
         return advance
+
+    def test_a_child_starts_with_nothing(self, store: Store) -> None:
+        put(store, running())
+        assert in_child(lambda: store.read(KEY).version) == ""
+        assert store.read(KEY).version
 
 
 class SQLContract(SharedStoreContract):
