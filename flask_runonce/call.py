@@ -20,6 +20,7 @@ class Call:
         self.claim = claim
         self.result_budget = result_budget
         self.released = False
+        self.ended = False
         self.started = time.monotonic()
         self._canceled = False
         self._events: dict[str, threading.Event] = {}

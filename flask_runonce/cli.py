@@ -64,7 +64,20 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="One JSON docume
 
 
 def _key(scope: str, chat_id: str, tool_call_id: str) -> CallKey:
-    return CallKey(scope, keys.canonical_id(chat_id, "chat ID"), keys.canonical_id(tool_call_id, "tool call ID"))
+    return CallKey(
+        _scope(scope), keys.canonical_id(chat_id, "chat ID"), keys.canonical_id(tool_call_id, "tool call ID")
+    )
+
+
+def _scope(scope: str) -> str:
+    try:
+        return keys.canonical_scope(scope)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _chat(chat_id: str | None) -> str | None:
+    return None if chat_id is None else keys.canonical_id(chat_id, "chat ID")
 
 
 def _facts(seen: Seen) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def _all(runner: Runner, scope: str | None, chat_id: str | None) -> Iterator[See
 @_on_shared_store
 def list_(runner: Runner, scope: str | None, chat_id: str | None, limit: int, as_json: bool) -> None:
     """List calls, newest first. A run whose owner died shows as "lost"."""
-    page = runner.list(scope, chat_id, limit=limit, offset=0)
+    page = runner.list(scope, _chat(chat_id), limit=limit, offset=0)
     rows = [_facts(seen) for seen in page.rows]
     if as_json:
         click.echo(json.dumps({"tool_calls": rows, "total": page.total}))
@@ -116,7 +129,13 @@ def show(runner: Runner, scope: str, chat_id: str, tool_call_id: str, as_json: b
 @_on_shared_store
 def cancel(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
     """Cancel a call, as the cancel route does."""
-    canceled = runner.cancel(_key(scope, chat_id, tool_call_id))
+    key = _key(scope, chat_id, tool_call_id)
+    try:
+        canceled = runner.cancel(key)
+    except StoreError:
+        raise
+    except Exception as error:
+        raise click.ClickException(f"Canceled, but a cancel hook raised: {error!r}") from error
     if canceled.pending:
         raise click.ClickException("Canceled, but its run still goes on. Cancel again to learn what became of it.")
     click.echo(f"Canceled. The call was found {canceled.found.value.replace('_', ' ')}.")
@@ -141,7 +160,7 @@ def forget(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
 @_on_shared_store
 def stats(runner: Runner, scope: str | None, chat_id: str | None, as_json: bool) -> None:
     """Count the kept calls by state."""
-    counts = collections.Counter(_facts(seen)["state"] for seen in _all(runner, scope, chat_id))
+    counts = collections.Counter(_facts(seen)["state"] for seen in _all(runner, scope, _chat(chat_id)))
     facts = {state: counts[state] for state in ("running", "lost", "done", "canceled")}
     facts["total"] = counts.total()
     click.echo(json.dumps(facts) if as_json else "\n".join(f"{name:9} {count}" for name, count in facts.items()))

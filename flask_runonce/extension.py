@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from flask import Flask, Response, current_app, has_app_context, request
+from flask.globals import request_ctx
 from werkzeug.datastructures import Headers
 
 from .blueprint import EXTENSION, make_blueprint, response_of, service_of_app
@@ -144,8 +145,7 @@ class _Entrance:
         if self._first:
             self._first = False
             _report_misplaced(self._app, self._decorated)
-        if self._service.may_be_call(environ):
-            self._service.input(environ)
+        self._service.input(environ)
         return self._wsgi_app(environ, start_response)
 
 
@@ -154,15 +154,18 @@ def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
     request.environ[CALL] = call
     try:
         with as_current(call), contextlib.ExitStack() as closing:
-            response = _response_of_view(view)
-            closing.callback(getattr(response.response, "close", _nothing))
+            response = _response_of_run(view)
+            closing.callback(response.close)  # what fails is never sent, so nobody else would
             collected = collect(
                 response.iter_encoded(),
                 lambda: (response.status, list(response.headers)),
                 limit=service.settings.max_body_bytes,
                 result_budget=call.result_budget,
             )
-            close_body = closing.pop_all().close if collected.rest is not None else _nothing
+            close_body = getattr(response.response, "close", _nothing)
+            closing.pop_all()
+            if collected.rest is None:
+                close_body()
         if collected.rest is None:
             service.end(call, collected)
     except BaseException as error:
@@ -176,6 +179,17 @@ def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
     response.direct_passthrough = False
     if collected.original_bytes is not None:
         response.headers = Headers(collected.headers)
+    return response
+
+
+def _response_of_run(view: Callable[[], Any]) -> Response:
+    """The view's response, with what it asked for by `after_this_request`: that belongs to the run."""
+    functions = getattr(request_ctx, "_after_request_functions", [])  # Flask has no public name for them
+    there = len(functions)
+    response = _response_of_view(view)
+    functions[there:], ours = [], functions[there:]
+    for function in ours:
+        response = current_app.ensure_sync(function)(response)
     return response
 
 

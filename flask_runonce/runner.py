@@ -205,6 +205,7 @@ class Runner:
 
     def _end(self, call: Call, decide: Callable[[Seen], Move]) -> None:
         run = call.claim.run
+        call.ended = True
         self._calls().pop(run, None)
         if self._keeper:
             self._keeper.let_go(run)

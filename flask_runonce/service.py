@@ -59,8 +59,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.on_lost not in (None, "refuse", "rerun"):
             raise ValueError(f'on_lost must be "refuse" or "rerun", not {self.on_lost!r}.')
-        if isinstance(self.methods, str):
-            raise TypeError("methods must be a collection of method names, not a string.")
+        if not (self.fingerprint is None or isinstance(self.fingerprint, Unset) or callable(self.fingerprint)):
+            raise TypeError(f"fingerprint must be None or a callable, not {self.fingerprint!r}.")
+        if isinstance(self.methods, str) or not self.methods:
+            raise TypeError(f"methods must be a collection of method names, not {self.methods!r}.")
         Settings(result_budget=None if isinstance(self.result_budget, Unset) else self.result_budget)
         object.__setattr__(self, "methods", frozenset(method.upper() for method in self.methods))
 
@@ -133,7 +135,7 @@ class Service:
         if isinstance(key, Answer):
             return self._refuse(environ, key)
         going_on = environ.get(CALL)
-        if isinstance(going_on, Call) and going_on.key == key:
+        if isinstance(going_on, Call) and going_on.key == key and not going_on.ended:
             return None  # we are inside this very run
         refusal = self.unshared(environ)
         if refusal:
@@ -192,7 +194,7 @@ class Service:
 
     def input(self, environ: WSGIEnvironment) -> Input:
         """The request's body, made readable ahead of the handler."""
-        return Input.of(environ, self.settings.fingerprint_bytes)
+        return Input.of(environ, self.settings.fingerprint_bytes if self.may_be_call(environ) else 0)
 
     def unshared(self, environ: WSGIEnvironment) -> Answer | None:
         """500 where several processes serve and each has a store of its own."""
