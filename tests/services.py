@@ -211,6 +211,7 @@ class RedisCluster:
             slots = range(16384)[number * share : (number + 1) * share]
             client.execute_command("CLUSTER ADDSLOTS", *slots)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for client in clients:
             for node in self.nodes:
                 client.execute_command("CLUSTER MEET", "127.0.0.1", node.port)
         for client in clients:
