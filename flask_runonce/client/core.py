@@ -157,9 +157,9 @@ class Core:
 
     def cancel(self, tool_call_id: str, *, age: float | None, timeout: float) -> Flow[Cancellation]:
         started = time.monotonic()
-        # Quoted whole, dots too: a path segment of dots alone would be taken for a relative path.
-        segment = quote(tool_call_id, safe="").replace(".", "%2E")
         try:
+            # Quoted whole, dots too: a path segment of dots alone would be taken for a relative path.
+            segment = quote(tool_call_id, safe="").replace(".", "%2E")
             request = self._request("POST", f"{self._url_prefix}/{segment}/cancel")
             response, attempts = yield from self._ask(request, tool_call_id, until=started + timeout, stoppable=False)
             elapsed = time.monotonic() - started
@@ -219,11 +219,16 @@ class Core:
     def _attempts(
         self, tool_call_id: str | None, until: float | None, sleep: Callable[[float], None]
     ) -> tenacity.Retrying:
-        window = self._retry.window if until is None else min(self._retry.window, until - time.monotonic())
+        last_start = time.monotonic() + self._retry.window
+        if until is not None:
+            last_start = min(last_start, until)
         backoff = tenacity.wait_random_exponential(multiplier=self._retry.first_pause, max=self._retry.longest_pause)
 
         def wait(state: tenacity.RetryCallState) -> float:
             return max(backoff(state), _error(state).retry_after)
+
+        def too_late(state: tenacity.RetryCallState) -> bool:
+            return time.monotonic() + state.upcoming_sleep >= last_start
 
         def log(state: tenacity.RetryCallState) -> None:
             logger.info(
@@ -236,7 +241,7 @@ class Core:
 
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, ToolCallError) and error.retryable),
-            stop=tenacity.stop_after_attempt(self._retry.attempts) | tenacity.stop_before_delay(window),
+            stop=tenacity.stop_after_attempt(self._retry.attempts) | too_late,
             wait=wait,
             before_sleep=log,
             sleep=sleep,
