@@ -227,8 +227,9 @@ class Core:
         def wait(state: tenacity.RetryCallState) -> float:
             return max(backoff(state), _error(state).retry_after)
 
-        def too_late(state: tenacity.RetryCallState) -> bool:
-            return time.monotonic() + state.upcoming_sleep >= last_start
+        def used_up(state: tenacity.RetryCallState) -> bool:
+            too_late = time.monotonic() + state.upcoming_sleep >= last_start
+            return too_late or state.attempt_number >= self._retry.attempts
 
         def log(state: tenacity.RetryCallState) -> None:
             logger.info(
@@ -241,7 +242,7 @@ class Core:
 
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, ToolCallError) and error.retryable),
-            stop=tenacity.stop_after_attempt(self._retry.attempts) | too_late,
+            stop=used_up,
             wait=wait,
             before_sleep=log,
             sleep=sleep,
