@@ -390,6 +390,23 @@ def test_a_swap_whose_answer_was_lost_knows_its_own_record(store: SQLStore, body
     assert second == first._replace(seen=first.seen._replace(now=second.seen.now))
 
 
+@pytest.mark.parametrize("ends", [3, 100])
+def test_work_that_the_server_undid_is_done_again_a_few_times(store: SQLStore, ends: int) -> None:
+    attempts: list[int] = []
+
+    def work(connection: sa.Connection) -> int:
+        attempts.append(0)
+        if len(attempts) < ends:
+            raise sa.exc.OperationalError("INSERT", {}, Exception(1213, "Deadlock found"))
+        return len(attempts)
+
+    if ends == 3:
+        assert store._db.do(work) == 3
+    else:
+        with pytest.raises(StoreUnavailable, match="Deadlock"):
+            store._db.do(work)
+
+
 # Processes, from the first moment of an empty database on.
 
 

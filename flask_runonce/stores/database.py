@@ -19,8 +19,10 @@ from .engines import check_backend, checked_url, open_engine, own_engine
 
 VERSION = "1"
 """Of the tables. A change to them makes another one."""
-PROMPT = 1.0
-"""Seconds within which a dead connection tells that it is dead."""
+_ATTEMPTS = 4
+"""How often work is done that finds a dead connection or a deadlock."""
+_PROMPT = 1.0
+"""Seconds within which these are found."""
 
 T = TypeVar("T")
 Time = sa.ColumnElement[float]
@@ -85,23 +87,20 @@ class Database:
     def do(self, work: Callable[[sa.Connection], T], *, whole: bool = False) -> T:
         """Do `work` on a connection of its own: as a `whole`, or as single statements where a transaction costs trips.
 
-        When the connection turns out to be dead, as after a restart of the server, `work` is done once more; so it must
-        bear being done twice. Raises `StoreUnavailable` and, at first use, `WrongTable`.
+        `work` is done again when its connection turns out to be dead, as after a restart of the server, or when it lost
+        a deadlock; so it must bear that. Raises `StoreUnavailable` and, at first use, `WrongTable`.
         """
         engine = self._engine()
         began = time.monotonic()
         try:
-            if self._checked is not engine:
-                if not self._once(engine, self._is_there, whole=False):
-                    self._once(engine, self._create, whole=True)
-                self._checked = engine
-            try:
-                return self._once(engine, work, whole)
-            except DBAPIError as error:
-                silent = time.monotonic() - began > PROMPT  # and it would keep us waiting as long again
-                if silent or not error.connection_invalidated:
-                    raise
-            return self._once(engine, work, whole)
+            for _ in range(_ATTEMPTS - 1):
+                try:
+                    return self._attempt(engine, work, whole)
+                except DBAPIError as error:
+                    # A server that was silent for long would keep the caller waiting as long again.
+                    if time.monotonic() - began > _PROMPT or not (error.connection_invalidated or _is_deadlock(error)):
+                        raise
+            return self._attempt(engine, work, whole)
         except (DBAPIError, PoolTimeout) as error:
             self._checked = None  # what comes back may be another, empty database
             reason = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
@@ -149,6 +148,13 @@ class Database:
         if engine:
             engine.dispose()
 
+    def _attempt(self, engine: sa.Engine, work: Callable[[sa.Connection], T], whole: bool) -> T:
+        if self._checked is not engine:
+            if not self._once(engine, self._is_there, whole=False):
+                self._once(engine, self._create, whole=True)
+            self._checked = engine
+        return self._once(engine, work, whole)
+
     def _once(self, engine: sa.Engine, work: Callable[[sa.Connection], T], whole: bool) -> T:
         with engine.connect() as connection:
             if self._backend == "postgresql":
@@ -190,3 +196,9 @@ class Database:
         finally:
             if self._backend in ("mysql", "mariadb"):
                 connection.execute(sa.select(sa.func.release_lock(lock)))
+
+
+def _is_deadlock(error: DBAPIError) -> bool:
+    """Whether the server undid the work to end a deadlock (MySQL's 1213) or to keep transactions in an order."""
+    orig = error.orig
+    return orig is not None and (orig.args[:1] == (1213,) or getattr(orig, "sqlstate", None) in ("40001", "40P01"))
