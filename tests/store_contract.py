@@ -434,7 +434,7 @@ class StoreContract:
         nothing = store.wait(KEY, "", 0)
         assert nothing == Seen(None, "", nothing.now)
         claimed = put(store, running())
-        for timeout in (0, 0.01, 0.2):
+        for timeout in (-1, 0, 0.01, 0.2):
             seen = store.wait(KEY, claimed.version, timeout)
             assert seen == claimed._replace(now=seen.now)
 

@@ -419,6 +419,14 @@ def test_a_uri_opens_one(redis_server: RedisServer, client: redis.Redis) -> None
     store.close()
 
 
+def test_a_unix_socket() -> None:
+    with RedisServer("--unixsocket", "socket", forgetful=True) as server:
+        store = open_store(f"unix://{server.folder}/socket")
+        put(store, running())
+        assert store.wait(KEY, "", 0).record
+        store.close()
+
+
 def test_a_given_client_stays_open(redis_server: RedisServer, client: redis.Redis) -> None:
     connection = client.client_id()
     store = RedisStore(client)

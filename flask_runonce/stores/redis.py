@@ -4,14 +4,12 @@
     prefix:chat:{digest}   what a scope and chat has, for `list`: a sorted set of digests by the end of their idle time
     prefix:since           set with the first record; what has gone of its time to live is the store's age
 
-Every key has a time to live, so Redis itself forgets. Every time is Redis's own. No script touches two keys: in a
-cluster they may lie apart.
+Every key has a time to live, so Redis itself forgets. Every time is Redis's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 import secrets
@@ -31,6 +29,7 @@ from ..errors import ConfigError, StoreFull, StoreUnavailable, UnreadableRecord
 from ..process import PerProcess
 from ..record import NOW, CallKey, Claim, Record, Seen, State
 from .protocol import Page, Renewed, Swapped
+from .redis_scripts import NOTE, READ, RENEW, SWAP, TEXTS
 
 logger = logging.getLogger("flask_runonce")
 
@@ -40,83 +39,6 @@ _POLL = 1.0
 """Seconds after which a waiter looks again although it heard nothing."""
 _ERA = 10 * 365 * 86400
 """The time to live that `prefix:since` starts with, in seconds: the store's age is what has gone of it."""
-
-_LOOK = """
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1000000
-local function stamp(seconds) return string.format('%.6f', seconds) end
-local there = redis.call('HMGET', KEYS[1], 'version', 'lease', 'repeats', 'created', 'finished', 'facts', 'body')
-if not there[1] and redis.call('EXISTS', KEYS[1]) == 1 then return redis.error_reply('WRONGTYPE not a record') end
-"""
-
-_READ = (
-    _LOOK
-    + """
-if there[7] and ARGV[1] == 'facts' then there[7] = '' end
-return {stamp(now), 0, unpack(there)}
-"""
-)
-
-# A full Redis refuses a script's first write if that may need memory. Where a record is there, the first write is one
-# that needs none, so that repeats, cancels and the ends of runs go on; only new calls are refused.
-_SWAP = (
-    _LOOK
-    + """
-local seen, version, if_lost, repeated, forget, lease, run, canceled, created, finished, facts, body = unpack(ARGV)
-local current = there[1] or ''
-if current ~= '' and current == version then  -- put by an attempt whose reply was lost on the way
-    return {stamp(now), 1, unpack(there, 1, 5)}
-end
-local lease_until = tonumber(there[2] or '')
-local left = math.max((lease_until or now) - now, 0)
-if current == seen and (if_lost == '0' or lease_until and left == 0) then
-    if current ~= '' then
-        redis.call('PERSIST', KEYS[1])
-        redis.pcall('PUBLISH', KEYS[1], version)
-    end
-    if version == '' then
-        redis.call('DEL', KEYS[1])
-        return {stamp(now), 1, false}
-    end
-    local repeats = there[3] or '0'
-    local until_ = lease ~= '' and stamp(now + lease) or ''
-    if created == 'now' then created = stamp(now) end
-    if finished == 'now' then finished = stamp(now) end
-    redis.call('HSET', KEYS[1], 'version', version, 'lease', until_, 'repeats', repeats, 'created', created,
-        'finished', finished, 'run', run, 'canceled', canceled, 'facts', facts, 'body', body)
-    redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + (tonumber(lease) or 0))))
-    return {stamp(now), 1, version, until_, repeats, created, finished}
-end
-if current ~= '' then
-    redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + left)))
-    if repeated == '1' then there[3] = redis.call('HINCRBY', KEYS[1], 'repeats', 1) end
-end
-return {stamp(now), 0, unpack(there)}
-"""
-)
-
-_RENEW = """
-local run, forget, lease = unpack(ARGV)
-local there = redis.call('HMGET', KEYS[1], 'run', 'canceled')
-if there[1] ~= run then return 'lost' end
-local time = redis.call('TIME')
-redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * (forget + lease)))
-redis.call('HSET', KEYS[1], 'lease', string.format('%.6f', time[1] + time[2] / 1000000 + lease))
-return there[2]
-"""
-
-_NOTE = """
-local digest, idle = unpack(ARGV)
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1000000
-local forgotten = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 4)
-if #forgotten > 0 then redis.call('ZREM', KEYS[1], unpack(forgotten)) end
-redis.call('ZADD', KEYS[1], 'GT', now + idle, digest)
-if redis.call('PTTL', KEYS[1]) < 1000 * idle then redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * idle)) end
-"""
-
-_SCRIPTS = {hashlib.sha1(script.encode()).hexdigest(): script for script in (_READ, _SWAP, _RENEW, _NOTE)}
-_READ_SHA, _SWAP_SHA, _RENEW_SHA, _NOTE_SHA = _SCRIPTS
 
 _ERRORS = (RedisError, RedisClusterException, ChildDeadlockedError, OSError)
 _Command: TypeAlias = tuple[Any, ...]
@@ -161,11 +83,11 @@ class RedisStore:
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
-        version = secrets.token_hex(8) if new else ""
-        swap = ("EVALSHA", _SWAP_SHA, 1, self._name(key), seen, version, int(if_lost), int(repeat), forget_after)
+        version = "" if new is None else secrets.token_hex(8)
+        swap = ("EVALSHA", SWAP.sha, 1, self._name(key), seen, version, int(if_lost), int(repeat), forget_after)
         arguments = _arguments(new, lease)
         commands: list[_Command] = [(*swap, *arguments)]
-        if new:
+        if new is not None:
             commands.append(self._note(key, forget_after + lease))
         if not seen:
             commands.append(("SET", f"{self._prefix}:since", 1, "EX", _ERA, "NX"))
@@ -180,7 +102,7 @@ class RedisStore:
         commands: list[_Command] = []
         for claim in claims:
             name = self._name(claim.key)
-            commands.append(("EVALSHA", _RENEW_SHA, 1, name, claim.run, forget_after, lease))
+            commands.append(("EVALSHA", RENEW.sha, 1, name, claim.run, forget_after, lease))
             commands.append(self._note(claim.key, forget_after + lease))
         answers = dict(zip((claim.run for claim in claims), map(_checked, self._run(*commands)[::2]), strict=True))
         return Renewed(
@@ -195,7 +117,7 @@ class RedisStore:
             pubsub.subscribe(self._name(key))
             while True:
                 # The first message says that we are subscribed: no change after the first look goes unheard.
-                pubsub.get_message(timeout=min(left, _POLL))
+                pubsub.get_message(timeout=max(0.0, min(left, _POLL)))
                 seen = self.read(key)
                 left = deadline - time.monotonic()
                 if seen.version != version or left <= 0:
@@ -233,7 +155,7 @@ class RedisStore:
         return f"{self._prefix}:chat:{{{CallKey(scope, chat_id, '').digest}}}"
 
     def _note(self, key: CallKey, idle: float) -> _Command:
-        return ("EVALSHA", _NOTE_SHA, 1, self._chat(key.scope, key.chat_id), key.digest, idle)
+        return ("EVALSHA", NOTE.sha, 1, self._chat(key.scope, key.chat_id), key.digest, idle)
 
     def _names(self, scope: str | None, chat_id: str | None) -> Sequence[str]:
         """Where the records of a scope and chat are: on the chat's list, else wherever in Redis."""
@@ -252,7 +174,7 @@ class RedisStore:
             replies = _send(client, commands)
             unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
             # Sent in full, a script is run and also known from then on.
-            in_full = [("EVAL", _SCRIPTS[commands[n][1]], *commands[n][2:]) for n in unknown]
+            in_full = [("EVAL", TEXTS[commands[n][1]], *commands[n][2:]) for n in unknown]
             for n, reply in zip(unknown, _send(client, in_full), strict=True):
                 replies[n] = reply
         if next(self._first, False):
@@ -279,7 +201,7 @@ def _send(client: redis.Redis | redis.RedisCluster, commands: Iterable[_Command]
 
 
 def _look(name: str, what: str = "all") -> _Command:
-    return ("EVALSHA", _READ_SHA, 1, name, what)
+    return ("EVALSHA", READ.sha, 1, name, what)
 
 
 def _arguments(new: Record | None, lease: float) -> Sequence[Any]:
