@@ -35,6 +35,10 @@ class _IDConverter(BaseConverter):
 def add_process_routes(blueprint: Blueprint, processes: ProcessTable, workspace: Workspace, runonce: RunOnce) -> None:
     """Add them to ``blueprint``, which sets ``g.chat``."""
 
+    @blueprint.record
+    def add_converter(state: BlueprintSetupState) -> None:
+        state.app.url_map.converters["process_id"] = _IDConverter
+
     @blueprint.post("/processes/start")
     @runonce.once
     def start_process() -> dict[str, Any]:
@@ -59,12 +63,14 @@ def add_process_routes(blueprint: Blueprint, processes: ProcessTable, workspace:
             "has_more": offset + len(page) < len(own),
         }
 
+    @blueprint.get("/processes/<process_id:process_id>/output")
     def read_output(process_id: str) -> dict[str, Any]:
         process = find(process_id)
         if request.args.get("wait") == "true":
             process.wait(until_timeout=request.args.get("timeout_from_start_process") == "true")
         return _read(process)
 
+    @blueprint.post("/processes/<process_id:process_id>/signal")
     def signal_process(process_id: str) -> dict[str, Any]:
         name = field(json_object(), "signal", str, "")
         if not name:
@@ -88,13 +94,6 @@ def add_process_routes(blueprint: Blueprint, processes: ProcessTable, workspace:
         if process is None:
             raise AgentError(404, f'Process "{process_id}" not found.')
         return process
-
-    @blueprint.record
-    def add_id_routes(state: BlueprintSetupState) -> None:
-        state.app.url_map.converters["process_id"] = _IDConverter
-        path = "/processes/<process_id:process_id>"
-        state.add_url_rule(f"{path}/output", "read_output", read_output, methods=["GET"], merge_slashes=False)
-        state.add_url_rule(f"{path}/signal", "signal_process", signal_process, methods=["POST"], merge_slashes=False)
 
 
 def _start_of(body: dict[str, Any], workspace: Workspace) -> Start:

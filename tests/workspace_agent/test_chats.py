@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from werkzeug.exceptions import Forbidden
+from flask import redirect
+from werkzeug.exceptions import Forbidden, Unauthorized
 
 from examples.workspace_agent.replay import bearer
 
@@ -105,6 +106,14 @@ def test_a_guards_refusal_is_json(make_agent: Callable[..., Agent]) -> None:
     agent = make_agent(guard=bearer("secret"))
     answer = agent.list(status=401)
     assert answer.content_type == "application/json" and answer.json["message"]
+
+
+def test_a_guard_may_answer_in_its_own_way(make_agent: Callable[..., Agent]) -> None:
+    def to_login(environ: Any) -> None:
+        raise Unauthorized(response=redirect("/login"))
+
+    answer = make_agent(guard=to_login).list(status=302)
+    assert answer.location.endswith("/login")
 
 
 def test_a_scope_keeps_tenants_apart(make_agent: Callable[..., Agent]) -> None:

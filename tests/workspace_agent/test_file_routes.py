@@ -62,14 +62,15 @@ def test_a_symlink_out_of_the_root_is_refused(agent: Agent, root: Path, tmp_path
     assert (tmp_path / "secret").read_text() == "old"
 
 
+@pytest.mark.parametrize("call", [{}, {"Coder-Tool-Call-Id": "call-1"}])
 @pytest.mark.parametrize("bound", [4, 1024])
 def test_a_cut_off_upload_changes_nothing_and_may_come_again(
-    make_agent: Callable[..., Agent], root: Path, bound: int
+    make_agent: Callable[..., Agent], root: Path, bound: int, call: dict[str, str]
 ) -> None:
     """Whether or not the library has read the body ahead for its fingerprint."""
     agent = make_agent(config={"RUNONCE_FINGERPRINT_BYTES": bound})
     (root / "file").write_text("old")
-    headers = {"Coder-Chat-Id": "chat-1", "Coder-Tool-Call-Id": "call-1"}
+    headers = {"Coder-Chat-Id": "chat-1", **call}
     path = f"/api/v0/write-file?path={root}/file"
     cut_off = TestRequest.blank(path, method="POST", headers=headers, body=b"half of")
     cut_off.environ["CONTENT_LENGTH"] = "11"

@@ -288,6 +288,13 @@ def test_a_flood_is_read_to_its_end(start: Starter) -> None:
     assert output.text.endswith("aEND")
 
 
+def test_a_flood_is_read_in_turns(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_CHUNKS_AT_ONCE", 1)
+    process = start("head -c 3000000 /dev/zero")
+    process.wait()
+    assert process.output.read(ended=True).original_bytes == 3_000_000
+
+
 def test_exit_does_not_wait_for_what_the_command_left_running(
     start: Starter, gates: Gates, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
