@@ -23,6 +23,8 @@ PREFIX = "/api/v0/tool-calls"
 LIMIT = 30.0
 """Seconds after which what a test waits for will not come any more."""
 TEXT = [("Content-Type", "text/plain")]
+AT_ONCE = {"RUNONCE_WAIT_TIMEOUT": 0, "RUNONCE_CANCEL_TIMEOUT": 0}
+"""No repeat and no cancel waits, so a run that was left behind shows as still_running."""
 
 T = TypeVar("T")
 Environ = dict[str, Any]
@@ -49,6 +51,7 @@ def environ_of(tool_call_id: str = "call-1", body: bytes = b"", **more: Any) -> 
     """A POST of a call, for a test that is its own server."""
     environ: Environ = {
         "REQUEST_METHOD": "POST",
+        "PATH_INFO": "/act",
         "HTTP_CODER_CHAT_ID": "chat-1",
         "HTTP_CODER_TOOL_CALL_ID": tool_call_id,
         "QUERY_STRING": "",
@@ -135,6 +138,7 @@ class LeasedStore(WatchedStore):
 
     shared = True
     dead = False
+    lease = 30.0
 
     def read(self, key: CallKey) -> Seen:
         return self._leased(super().read(key))
@@ -150,7 +154,7 @@ class LeasedStore(WatchedStore):
     def _leased(self, seen: Seen) -> Seen:
         if seen.record is None or seen.record.state is not State.RUNNING:
             return seen
-        return seen._replace(lease_until=seen.now if self.dead else seen.now + 30)
+        return seen._replace(lease_until=seen.now if self.dead else seen.now + self.lease)
 
 
 class Site:
@@ -193,6 +197,10 @@ class Site:
             path, method=method, body=body, headers=sent, environ=environ or {}, expect_errors=True
         )
 
+    def opened(self) -> Any:
+        """The body of call-1's response, in the hands of a server that has not read it yet."""
+        return self.middleware(environ_of(), lambda *head: None)
+
     def cancel(self, tool_call_id: str = "call-1", chat_id: str | None = "chat-1", **more: str) -> Any:
         sent = {**headers(None, chat_id), **more}
         return self.client.post(f"{PREFIX}/{quote(tool_call_id)}/cancel", headers=sent, expect_errors=True)
@@ -203,7 +211,7 @@ class Site:
 
     @contextlib.contextmanager
     def held(self, tool_call_id: str = "call-1", **options: Any) -> Iterator[Future[Any]]:
-        """A call whose handler has started, and goes on at the end of the context. Gives its answer, in the future."""
+        """A call whose handler has started and goes on at the end of the context. Gives its answer, in the future."""
         handler, started, go_on = self.handler, threading.Event(), threading.Event()
 
         def gate(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -219,3 +227,4 @@ class Site:
             yield first
         finally:
             go_on.set()
+            first.exception(LIMIT)
