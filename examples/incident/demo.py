@@ -1,6 +1,6 @@
 """Serves the sample on loopback, replays the incident against it, and exits with 1 if any count is wrong.
 
-    python -m examples.incident.demo
+python -m examples.incident.demo
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A service without a framework, run once through the middleware: each way in which a WSGI app may answer (PEP 3333).
 
-    waitress-serve examples.plain_wsgi:application
+waitress-serve examples.plain_wsgi:application
 """
 
 from __future__ import annotations
