@@ -222,8 +222,9 @@ class Site:
 
         self.handler = gate
         first = in_thread(self.call, tool_call_id, **options)
+        first.add_done_callback(lambda first: started.set())
         try:
-            assert started.wait(LIMIT), "the handler does not start"
+            assert started.wait(LIMIT) and not first.done(), "the handler does not start"
             yield first
         finally:
             go_on.set()
