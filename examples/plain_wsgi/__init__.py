@@ -60,8 +60,9 @@ class Orders:
     def generated(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterator[bytes]:
         """A generator: nothing happens before the first piece is asked for, not even `start_response`."""
         start_response("201 Created", TEXT)
-        for piece in (b"piece ", b"by ", b"piece"):
-            yield piece
+        yield b"piece "
+        yield b"by "
+        yield b"piece"
 
     def recovered(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """An error after `start_response`, answered with another one that carries `exc_info`."""
