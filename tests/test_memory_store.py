@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from flask_runonce.errors import StoreFull
 from flask_runonce.record import CallKey, Claim, Found, Outcome, Record, SavedResponse, State
 from flask_runonce.stores import MemoryStore
-from tests.plain_app import PREFIX, Site, answer, headers
-from tests.store_contract import (
+from flask_runonce.testing.store_contract import (
     FORGET,
     KEY,
     canceled,
@@ -28,6 +27,7 @@ from tests.store_contract import (
     together,
     touch,
 )
+from tests.plain_app import PREFIX, Site, answer, headers
 
 # The same examples each time, however slow the machine.
 steady = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,8 +16,7 @@ from flask_runonce.errors import ConfigError, StoreFull, StoreUnavailable, Unrea
 from flask_runonce.record import CallKey, Found, Record, Seen
 from flask_runonce.stores import RedisStore, Store, open_store
 from flask_runonce.stores import redis as redis_store
-from tests.services import LIMIT, RedisServer, free_port, until
-from tests.store_contract import (
+from flask_runonce.testing.store_contract import (
     EVERY_BYTE,
     FORGET,
     KEY,
@@ -34,6 +33,7 @@ from tests.store_contract import (
     together,
     touch,
 )
+from tests.services import LIMIT, RedisServer, free_port, until
 
 NAME = f"runonce:{{{KEY.digest}}}"
 

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 from flask_runonce.errors import ConfigError, StoreUnavailable, WrongTable
 from flask_runonce.record import NOW, CallKey, Claim, Outcome, Record, SavedResponse, State
 from flask_runonce.stores import SQLStore, Swapped, engines, open_store
+from flask_runonce.testing.store_contract import in_child, together
 from tests.services import LIMIT, PostgresServer, until
-from tests.store_contract import in_child, together
 
 KEY = CallKey("tenant", "chat", "call")
 LARGE = b"x" * 200_000

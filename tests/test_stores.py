@@ -13,25 +13,23 @@ from sqlalchemy import create_engine, inspect, text
 
 from flask_runonce.record import CallKey
 from flask_runonce.stores import MemoryStore, RedisStore, SQLStore, Store
+from flask_runonce.testing import Clock, OwnClockContract, SharedStoreContract, StoreContract
+from flask_runonce.testing.store_contract import KEY, in_child, put, running
 from tests.services import PostgresServer, RedisCluster, RedisServer
-from tests.store_contract import KEY, OwnClockContract, SharedStoreContract, StoreContract, in_child, put, running
 
 
 class TestMemoryStore(StoreContract):
     @pytest.fixture
-    def clock(self) -> list[float]:
-        return [1000.0]
+    def clock(self) -> Clock:
+        return Clock()
 
     @pytest.fixture
-    def store(self, clock: list[float]) -> Store:
-        return MemoryStore(timer=lambda: clock[0])
+    def store(self, clock: Clock) -> Store:
+        return MemoryStore(timer=clock)
 
     @pytest.fixture
-    def advance(self, clock: list[float]) -> Callable[[float], None]:
-        def advance(seconds: float) -> None:
-            clock[0] += seconds
-
-        return advance
+    def advance(self, clock: Clock) -> Callable[[float], None]:
+        return clock.advance
 
     def test_a_child_starts_with_nothing(self, store: Store) -> None:
         put(store, running())

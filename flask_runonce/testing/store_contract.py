@@ -1,4 +1,4 @@
-"""What `flask_runonce.stores.protocol` promises, as one suite. A store is held to it by a subclass in `test_stores.py`.
+"""What `flask_runonce.stores.protocol` promises, as one suite. A store is held to it by a subclass in its own tests.
 
 A subclass gives two fixtures: `store`, a store that is empty, and `advance`, which moves that store's clock on (or all
 that it has kept back), so that nothing sleeps. Where a test must wait for another thread, it waits for what that
@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flask_runonce.errors import UnreadableRecord
-from flask_runonce.record import NOW, CallKey, Claim, Found, Outcome, Record, SavedResponse, Seen, State
-from flask_runonce.stores import Store, Swapped
-from tests.services import LIMIT
+from ..errors import UnreadableRecord
+from ..record import NOW, CallKey, Claim, Found, Outcome, Record, SavedResponse, Seen, State
+from ..stores import Store, Swapped
+from .threads import LIMIT, together
 
 UNTIL_WOKEN = 10 * LIMIT
 """For a wait that must be woken: one that times out takes longer than a test lets it."""
@@ -80,30 +80,6 @@ def record_of(seen: Seen) -> Record:
     return seen.record
 
 
-def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Call all at the same moment, each in a thread of its own, and give what they returned, in order."""
-    barrier = threading.Barrier(len(functions))
-    results: list[Any] = [None] * len(functions)
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            barrier.wait(LIMIT)
-            results[number] = functions[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "a thread does not come back"
-    if errors:
-        raise errors[0]
-    return results
-
-
 def in_child(function: Callable[[], str], *, forked: Callable[[], None] = lambda: None) -> str:
     """What `function` returns in a forked process. `forked` is called here as soon as there is one."""
     reader, writer = os.pipe()
@@ -126,6 +102,9 @@ def in_child(function: Callable[[], str], *, forked: Callable[[], None] = lambda
         os.close(reader)
         os.kill(child, 9)
         os.waitpid(child, 0)
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 
 
 class StoreContract:
@@ -500,7 +479,13 @@ class StoreContract:
         for number in range(5):
             put(store, running(KEY._replace(tool_call_id=f"call-{number}")))
             advance(1)
-        for filters in ({"scope": "tenant", "chat_id": "chat"}, {"scope": "tenant"}, {"chat_id": "chat"}, {}):
+        each: list[dict[str, Any]] = [
+            {"scope": "tenant", "chat_id": "chat"},
+            {"scope": "tenant"},
+            {"chat_id": "chat"},
+            {},
+        ]
+        for filters in each:
             pages = [store.list(limit=2, offset=offset, **filters) for offset in (0, 2, 4, 6)]
             assert [page.total for page in pages] == [5, 5, 5, 5]
             names = [[record_of(seen).key.tool_call_id for seen in page.rows] for page in pages]
@@ -511,7 +496,7 @@ class StoreContract:
         for key in keys:
             put(store, running(key))
 
-        def listed(**filters: str) -> set[CallKey]:
+        def listed(**filters: Any) -> set[CallKey]:
             page = store.list(limit=100, **filters)
             assert page.total == len(page.rows)
             return {record_of(seen).key for seen in page.rows}
@@ -534,7 +519,8 @@ class StoreContract:
         touch(store, keys[2])
         touch(store, keys[3])
         advance(FORGET * 0.75)
-        for filters in ({"scope": "tenant", "chat_id": "chat"}, {}):
+        each: list[dict[str, Any]] = [{"scope": "tenant", "chat_id": "chat"}, {}]
+        for filters in each:
             page = store.list(**filters)
             assert page.total == 2
             rows = {record_of(seen).key: seen for seen in page.rows}
@@ -680,6 +666,7 @@ class StoreContract:
         store.close()
         assert store.read(KEY).version == claimed.version
 
+    @needs_fork
     def test_a_child_works_while_its_parent_waits(self, store: Store) -> None:
         claimed = put(store, running())
         waiting = threading.Event()
@@ -891,6 +878,7 @@ class SharedStoreContract(StoreContract):
 
     # Processes.
 
+    @needs_fork
     def test_parent_and_child_share_records_but_no_connection(self, store: Store) -> None:
         claimed = put(store, running())
 
