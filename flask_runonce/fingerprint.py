@@ -136,15 +136,7 @@ class Input:
 
 def fingerprint(environ: WSGIEnvironment, body: bytes | None) -> str:
     """64 hex digits over method, path, query string and `body` (None: no part of it), each length-prefixed."""
-    parts = [
-        environ["REQUEST_METHOD"],
-        environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", ""),
-        environ.get("QUERY_STRING", ""),
-    ]
-    digest = hashlib.sha256()
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(b"%d:%s" % (len(encoded), encoded))
-    if body is not None:
-        digest.update(body)
-    return digest.hexdigest()
+    method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING", "")
+    path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
+    head = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}".encode("utf-8", "surrogatepass")
+    return hashlib.sha256(head + body if body else head).hexdigest()

@@ -6,6 +6,7 @@ default; `idempotency_key` reads the IETF draft's `Idempotency-Key` header.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ _NIL = "00000000-0000-0000-0000-000000000000"
 _UNSCOPABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+@functools.lru_cache(1024)  # a chat's ID comes with each of its calls, and a retry brings the same IDs
 def canonical_id(text: str, what: str = "ID") -> str:
     """The one form of an ID (CONTRACT section 4): blanks around it stripped, a UUID lower-case and hyphenated.
 
@@ -70,6 +72,7 @@ def canonical_scope(scope: str | None) -> str:
     return scope
 
 
+@functools.cache
 def environ_name(header: str) -> str:
     """The environ key of a request header (PEP 3333)."""
     return "HTTP_" + header.upper().replace("-", "_")

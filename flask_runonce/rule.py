@@ -12,6 +12,7 @@ differently, when a call may run.
     event     seen          asked with                     put                        then
     -------   -----------   ----------------------------   ------------------------   --------------------------
     begin     nothing                                      running, ours              RUN
+              ours          the claim's reply was lost                                RUN
               canceled      not waiting for that run                                  REFUSE canceled
               other input                                                             REFUSE input_mismatch
               running                                                                 WAIT
@@ -96,6 +97,8 @@ def begin(seen: Seen, request: Request) -> Move:
     record = seen.record
     if record is None:
         return Move(Do.RUN, _claim(request))
+    if _ours(record, request.run):
+        return Move(Do.RUN)
     if record.found and not (record.run and record.run == request.waited_for):
         return Move(Do.REFUSE, code="canceled")
     if record.fingerprint and request.fingerprint and record.fingerprint != request.fingerprint:

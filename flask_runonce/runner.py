@@ -109,6 +109,8 @@ class Runner:
     def _started(self, call: Call) -> None:
         self._calls()[call.claim.run] = call
         try:
+            if call.claim.record.found:
+                call.tell_canceled()
             if self._keeper:
                 self._keeper.hold(call)
             elif self.store.read(call.key).version != call.claim.version:

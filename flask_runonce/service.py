@@ -140,15 +140,16 @@ class Service:
         refusal = self.unshared(environ)
         if refusal:
             return self._refuse(environ, refusal, key)
-        if not self.input(environ).fetch():
+        body = self.input(environ)
+        if not body.fetch():
             return self._refuse(environ, problem("incomplete_body"), key)
-        digest = self._fingerprint_of(environ, options)
+        digest = self._fingerprint_of(environ, body, options)
         if isinstance(digest, Answer):
             return self._refuse(environ, digest, key)
         on_lost = options.on_lost or self.settings.on_lost
         admitted = self.runner.begin(key, digest, rerun=on_lost == "rerun")
         if isinstance(admitted, Answer):
-            self.input(environ).drain()
+            body.drain()
             return admitted
         budget = options.result_budget
         admitted.result_budget = self.settings.result_budget if isinstance(budget, Unset) else budget
@@ -225,14 +226,14 @@ class Service:
         except Exception:
             return key_failed("key or scope")
 
-    def _fingerprint_of(self, environ: WSGIEnvironment, options: Options) -> str | Answer | None:
+    def _fingerprint_of(self, environ: WSGIEnvironment, body: Input, options: Options) -> str | Answer | None:
         make = options.fingerprint
         if make is None:
             return None
         if isinstance(make, Unset):
-            return fingerprint(environ, self.input(environ).fingerprinted)
+            return fingerprint(environ, body.fingerprinted)
         try:
-            return hashlib.sha256(self.input(environ).aside(functools.partial(make, environ))).hexdigest()
+            return hashlib.sha256(body.aside(functools.partial(make, environ))).hexdigest()
         except HTTPException:
             raise
         except Exception:

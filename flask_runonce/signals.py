@@ -50,7 +50,7 @@ _LEVELS = {call_lost.name: logging.WARNING, result_cut.name: logging.INFO, call_
 
 def tell(signal: NamedSignal, sender: Any, key: CallKey | None, **facts: Any) -> None:
     """Log `signal` and send it. A receiver that raises is logged: telling never changes what becomes of a call."""
-    log(_LEVELS.get(signal.name, logging.DEBUG), key, signal.name.replace("_", " "), facts)
+    log(_LEVELS.get(signal.name, logging.DEBUG), key, signal.name, facts)
     if signal.receivers:
         try:
             signal.send(sender, key=key, **facts)
@@ -61,7 +61,7 @@ def tell(signal: NamedSignal, sender: Any, key: CallKey | None, **facts: Any) ->
 def log(level: int, key: CallKey | None, message: str, facts: object = "", *, exc_info: bool = False) -> None:
     """One line about a call, which carries its IDs as the extras `chat_id` and `tool_call_id`."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s %s", message, facts or "", extra=_ids(key), exc_info=exc_info)
+        logger.log(level, "%s %s", message.replace("_", " "), facts or "", extra=_ids(key), exc_info=exc_info)
 
 
 def _ids(key: CallKey | None) -> dict[str, str]:

@@ -62,8 +62,7 @@ class MemoryStore:
             entry = state.find(key)
             if (entry.version if entry else "") != seen or if_lost:  # nothing is ever lost here
                 if entry:
-                    entry = entry._replace(repeats=entry.repeats + repeat)
-                    state.put(key, entry, forget_after)
+                    entry = state.touch(key, entry, forget_after, repeat)
                 return Swapped(False, state.seen(entry))
             if new is None:
                 state.drop(key)
@@ -162,6 +161,15 @@ class _State:
             self.drop(key)
             return None
         return entry
+
+    def touch(self, key: CallKey, entry: _Entry, forget_after: float, repeat: bool) -> _Entry:
+        record, version, repeats, size, until = entry
+        if record.state is State.RUNNING:
+            self.running[key] = touched = _Entry(record, version, repeats + repeat, size, until)
+        else:
+            touched = _Entry(record, version, repeats + repeat, size, self.now() + forget_after)
+            self.finished.put(key, touched)
+        return touched
 
     def put(self, key: CallKey, entry: _Entry, forget_after: float) -> None:
         old = self.running.get(key) or self.finished.get(key)

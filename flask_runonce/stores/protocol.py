@@ -73,10 +73,13 @@ class Store(Protocol):
         """Return what is under `key` as soon as its version is not `version`, or after `timeout` seconds."""
 
     def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
-        """The records of a scope and chat (None: of all), newest first. For people; never part of a decision."""
+        """The records of a scope and chat (None: of all), newest first. For people; never part of a decision.
+
+        A store may leave the bodies of their responses out; `read` has them.
+        """
 
     def purge(self) -> int:
-        """Drop every record past its idle time and say how many. For people; a request's way never needs it."""
+        """Drop every record past its idle time and say how many: 0 where the server itself forgets. For people."""
 
     def age(self) -> float:
         """For how many seconds the store has been keeping records, since it last began empty."""
