@@ -77,6 +77,14 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
         "at first": (begin(seen(None)), Move(Do.RUN, CLAIM)),
         "after a wait": (begin(seen(None), waited_for=RUN), Move(Do.RUN, CLAIM)),
     },
+    ("begin", "ours", "the claim's reply was lost"): {
+        name: (ask, Move(Do.RUN))
+        for name, ask in {
+            "as it was written": begin(alive(ANOTHERS)),
+            "a cancel has marked it meanwhile": begin(alive(ANOTHERS._replace(found=Found.RUNNING))),
+            "the lease has ended meanwhile": begin(lost(ANOTHERS)),
+        }.items()
+    },
     ("begin", "canceled", "not waiting for that run"): {
         name: (ask, Move(Do.REFUSE, code="canceled"))
         for name, ask in {
