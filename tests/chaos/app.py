@@ -40,7 +40,7 @@ def create_app(config: Mapping[str, Any] | None = None, *, store: Store | None =
         book.note("effects", call=call, token=token, attempt=request.headers.get("X-Attempt", ""))
         plan = request.get_json()
         if "gate" in plan:
-            _wait_for(book.gate(plan["gate"]))
+            _wait_for(book.gate(plan["gate"], os.getpid()))
         stopped = current_call.wait_canceled(plan.get("seconds", 0))
         if stopped:
             book.note("stopped", call=call)

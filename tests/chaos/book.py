@@ -31,6 +31,6 @@ class Book:
         lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
         return [line for line in lines if call in (None, line["call"])]
 
-    def gate(self, name: str) -> Path:
-        """The file whose existence lets a run that waits at this gate go on."""
-        return self.folder / f"gate-{name}"
+    def gate(self, name: str, pid: int) -> Path:
+        """The file that lets a run of that process go on, when it waits at the gate `name`."""
+        return self.folder / f"gate-{name}-{pid}"
