@@ -6,6 +6,7 @@ pytest.register_assert_rewrite(f"{__name__}.store_contract")  # so that its fail
 
 from .app import RunOnceTestApp  # noqa: E402
 from .clock import Clock  # noqa: E402
+from .runs_once import assert_runs_once  # noqa: E402
 from .store_contract import OwnClockContract, SharedStoreContract, StoreContract  # noqa: E402
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "RunOnceTestApp",
     "SharedStoreContract",
     "StoreContract",
+    "assert_runs_once",
 ]
