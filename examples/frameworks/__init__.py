@@ -1,0 +1,1 @@
+"""The same service in four frameworks, run once through the middleware."""
