@@ -85,6 +85,16 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             "the lease has ended meanwhile": begin(lost(ANOTHERS)),
         }.items()
     },
+    ("begin", "ours", "the claim's reply was lost"): {
+        name: (ask, Move(Do.RUN))
+        for name, ask in {
+            "alive": begin(alive(ANOTHERS)),
+            "in a store without leases": begin(seen(ANOTHERS)),
+            "late, but not taken over": begin(lost(ANOTHERS)),
+            "late, but not taken over, safe to repeat": begin(lost(ANOTHERS), rerun=True),
+            "canceled meanwhile": begin(alive(ANOTHERS._replace(found=Found.RUNNING))),
+        }.items()
+    },
     ("begin", "canceled", "not waiting for that run"): {
         name: (ask, Move(Do.REFUSE, code="canceled"))
         for name, ask in {
@@ -153,6 +163,7 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             "a response, safe to repeat": begin(seen(DONE), rerun=True),
             "nobody knows how": begin(seen(UNKNOWN)),
             "nobody knows how, safe to repeat": begin(seen(UNKNOWN), rerun=True),
+            "ours was ended as unknown": begin(seen(UNKNOWN._replace(run=ANOTHER)), rerun=True),
             "awaited when its cancel came": begin(seen(MARKED_WHILE_IT_RAN), waited_for=RUN),
             "a request without a fingerprint": begin(seen(DONE), None),
             "a record without a fingerprint": begin(seen(DONE._replace(fingerprint=None))),
