@@ -14,7 +14,7 @@ from ..settings import Settings
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "'cgi' is deprecated", DeprecationWarning)  # WebOb's import, before Python 3.13
-    from webtest import TestApp, TestResponse  # type: ignore[import-untyped]
+    from webtest import TestApp, TestResponse
 
 _headers: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("headers")
 """Those of the call that is being sent, on their way through WebTest's methods to the request."""
@@ -57,8 +57,10 @@ class RunOnceTestApp(TestApp):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(app, *args, **options)
-        own = getattr(app, "config", None)
-        settings = Settings.load(config if config is not None else own if isinstance(own, Mapping) else {})
+        if config is None:
+            own = getattr(app, "config", None)
+            config = own if isinstance(own, Mapping) else {}
+        settings = Settings.load(config)
         self.chat = chat
         self.url_prefix = settings.url_prefix
         self._chat_id_header = settings.chat_id_header

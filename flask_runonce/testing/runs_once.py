@@ -12,7 +12,7 @@ from .app import RunOnceTestApp
 from .threads import together
 
 if TYPE_CHECKING:
-    from webtest import TestResponse  # type: ignore[import-untyped]
+    from webtest import TestResponse
 
 AT_ONCE = 10
 """How many requests of one call are sent at the same moment."""
