@@ -76,13 +76,20 @@ class Judge:
         if audits and not _final(audits[-1], story):
             yield f"has no answer for good after the storm: {_show(audits[-1])}"
 
+    def slowest(self, stories: Sequence[Story]) -> float:
+        """By how many seconds at most a request exceeded the time that it may wait for its run."""
+        return max(self._beyond(story, asked) for story in stories for asked in story.asked)
+
+    def _beyond(self, story: Story, asked: Asked) -> float:
+        limits = self._limits
+        excused = sum(max(0.0, min(end, asked.over) - max(start, asked.sent)) for start, end in limits.frozen)
+        fair = limits.cancel if asked.cancel else max(limits.wait, story.plan["seconds"])
+        return asked.over - asked.sent - excused - fair
+
     def _late(self, story: Story, asked: Asked) -> Iterator[str]:
-        limit = self._limits
-        fair = limit.store + (limit.cancel if asked.cancel else max(limit.wait, story.plan["seconds"]))
-        took = asked.over - asked.sent
-        excused = sum(max(0.0, min(end, asked.over) - max(start, asked.sent)) for start, end in limit.frozen)
-        if asked.late or took - excused > fair:
-            yield f"waited {took:.1f} s, where {fair:.1f} s are the limit: {_show(asked)}"
+        beyond = self._beyond(story, asked)
+        if asked.late or beyond > self._limits.store:
+            yield f"waited for {beyond:.1f} s longer than for its run: {_show(asked)}"
 
     def _answer(self, story: Story, asked: Asked, tokens: dict[str, str]) -> Iterator[str]:
         reply = asked.reply

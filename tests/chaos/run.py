@@ -136,6 +136,7 @@ def _lines(stories: Sequence[Story], book: Book, judge: Judge, harm: Mapping[str
         "late ends that changed nothing": log.count("its end changes nothing"),
         "saves that had to be tried again": log.count("could not be saved yet"),
         "longest request, s": round(longest, 1),
+        "longest beyond its waiting time, s": round(judge.slowest(stories), 1),
     }
     return [
         *(f"  {name:36} {value}" for name, value in facts.items()),

@@ -18,7 +18,7 @@ from tests.chaos.client import Service
 from tests.servers import serve
 from tests.services import until
 
-LEASE = 2
+LEASE = 1
 
 
 class Site:
