@@ -127,3 +127,19 @@ def test_in_the_wrong_order_what_the_view_returns_is_not_dumped(
     assert [(reply.status_int, reply.json.get("no field")) for reply in replies] == [answer] * 2
     if isinstance(returned, Item):
         assert replies[1].json["code"] == "outcome_unknown"
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_order_of_an_etag(names: dict[str, Any], right: bool) -> None:
+    def register(blueprint: Blueprint, once: Callable[..., Any]) -> None:
+        def order(data: dict[str, Any]) -> dict[str, Any]:
+            return data | {"id": 1}
+
+        dump, etag = blueprint.response(201, names["OrderSchema"]), blueprint.etag
+        order = once(etag(dump(order))) if right else etag(once(dump(order)))
+        blueprint.route("/orders", methods=["POST"])(blueprint.arguments(names["OrderSchema"])(order))
+
+    _, service = served(register)
+    replies = [call(service, "/orders", json={"item": "tea"}) for _ in range(2)]
+    assert [reply.status_int for reply in replies] == [201, 201 if right else 500]
+    assert (replies[0].headers["ETag"] == replies[1].headers.get("ETag")) is right

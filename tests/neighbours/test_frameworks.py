@@ -14,6 +14,10 @@ from .calls import call, cancel, replayed
 
 SECTION = "Django, Bottle, Falcon, Pyramid"
 FRAMEWORKS = ("django", "bottle", "falcon", "pyramid")
+pytestmark = [  # Pyramid imports pkg_resources, which says so
+    pytest.mark.filterwarnings("ignore:pkg_resources is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Deprecated call to .pkg_resources:DeprecationWarning"),
+]
 ANSWERS_ITS_FAILURES = {"django": True, "bottle": True, "falcon": True, "pyramid": False}
 
 
