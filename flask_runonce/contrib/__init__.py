@@ -1,1 +1,1 @@
-"""What the library tells, for the tools that a service is watched with. Each module needs the extra of its name."""
+"""Built on the public names, for those who watch a service. `prometheus` and `otel` need the extras of their names."""
