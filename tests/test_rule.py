@@ -80,14 +80,6 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
     ("begin", "ours", "the claim's reply was lost"): {
         name: (ask, Move(Do.RUN))
         for name, ask in {
-            "as it was written": begin(alive(ANOTHERS)),
-            "a cancel has marked it meanwhile": begin(alive(ANOTHERS._replace(found=Found.RUNNING))),
-            "the lease has ended meanwhile": begin(lost(ANOTHERS)),
-        }.items()
-    },
-    ("begin", "ours", "the claim's reply was lost"): {
-        name: (ask, Move(Do.RUN))
-        for name, ask in {
             "alive": begin(alive(ANOTHERS)),
             "in a store without leases": begin(seen(ANOTHERS)),
             "late, but not taken over": begin(lost(ANOTHERS)),
