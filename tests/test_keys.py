@@ -107,6 +107,8 @@ NO_UUIDS = {
     "a letter that is no digit": CANONICAL.replace("f", "g"),
     "open braces": "{" + CANONICAL,
     "closed braces": CANONICAL + "}",
+    "a brace at the start alone": "{" + CANONICAL + "x",
+    "a brace at the end alone": "x" + CANONICAL + "}",
     "double braces": "{{" + CANONICAL + "}}",
     "another URN": "urn:oid:" + CANONICAL,
     "braces alone": "{}",

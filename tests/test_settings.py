@@ -317,6 +317,15 @@ def test_release_statuses_that_are_set_replace_the_middlewares() -> None:
     assert site.runs == 1
 
 
+def test_release_statuses_are_those_that_were_given_whatever_becomes_of_the_list() -> None:
+    statuses = [503]
+    site = Site(answer(status="503 Service Unavailable"), config={"RUNONCE_RELEASE_STATUSES": statuses})
+    statuses.clear()
+    for _ in range(2):
+        site.call()
+    assert site.runs == 2
+
+
 @pytest.mark.parametrize("ids", [(None, "chat-1"), ("call-1", None), (None, None)])
 def test_required_refuses_what_has_no_key(ids: tuple[str | None, str | None]) -> None:
     site = Site(answer(), config={"RUNONCE_REQUIRED": True})
