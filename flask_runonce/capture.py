@@ -162,7 +162,8 @@ class Tail:
             return
         self._closed = True
         try:
-            self._close_body()
+            with as_current(self._call):
+                self._close_body()
         except BaseException:
             self._whole = False
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 View = TypeVar("View", bound=Callable[..., Any])
 _View: TypeAlias = Callable[..., Any]
+_Decorated: TypeAlias = "weakref.WeakKeyDictionary[_View, weakref.ref[_View]]"
+"""What each view became, for as long as there are both: some frameworks decorate anew for each request."""
 
 _RAISED = "runonce.raised"
 
@@ -52,7 +55,7 @@ class RunOnce:
         self._scope = scope
         self._guard = guard
         self._hooks: list[Hook] = []
-        self._decorated: list[tuple[_View, _View]] = []
+        self._decorated: _Decorated = weakref.WeakKeyDictionary()
         self.blueprint = make_blueprint()
         if app is not None:
             self.init_app(app)
@@ -123,7 +126,7 @@ class RunOnce:
             call_view = functools.partial(current_app.ensure_sync(view), *args, **kwargs)
             return call_view() if admitted is None else _run(service, admitted, call_view)
 
-        self._decorated.append((view, once))
+        self._decorated[view] = weakref.ref(once)
         return once  # type: ignore[return-value]
 
     def _call_hooks(self, app: Flask, call: CanceledCall) -> None:
@@ -134,7 +137,7 @@ class RunOnce:
 class _Entrance:
     """Stands around `app.wsgi_app`: makes the body of what may be a call readable ahead of the view."""
 
-    def __init__(self, app: Flask, service: Service, decorated: Iterable[tuple[_View, _View]]) -> None:
+    def __init__(self, app: Flask, service: Service, decorated: _Decorated) -> None:
         self._app = app
         self._wsgi_app: WSGIApplication = app.wsgi_app
         self._service = service
@@ -218,11 +221,11 @@ def _let_errors_pass(app: Flask) -> None:
     app.handle_user_exception = handle_user_exception  # type: ignore[method-assign,assignment]
 
 
-def _report_misplaced(app: Flask, decorated: Iterable[tuple[_View, _View]]) -> None:
+def _report_misplaced(app: Flask, decorated: _Decorated) -> None:
     """Warn of each view whose decorator has no effect, because the app serves what it was put around."""
     served = {endpoint: _layers(view) for endpoint, view in app.view_functions.items()}
-    for view, once in decorated:
-        if any(once in layers for layers in served.values()):
+    for view, once in list(decorated.items()):
+        if any(once() in layers for layers in served.values()):
             continue
         for endpoint, layers in served.items():
             if view in layers:

@@ -17,7 +17,7 @@ from .problems import Answer, invalid_key, json_answer, problem, saved_response,
 from .record import CallKey, Found, Outcome, Seen, State
 from .runner import Canceled
 from .service import Service, key_failed
-from .signals import log, logger
+from .signals import log
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIEnvironment
@@ -58,8 +58,7 @@ def _guarded(route: _Route[P]) -> Callable[Concatenate[Service, WSGIEnvironment,
         except InvalidKey as error:
             return invalid_key(error)
         except StoreError as error:
-            logger.warning("The store cannot answer: %s", error)
-            return store_problem(error)
+            return _store_problem(error, None)
 
     return answer
 
@@ -70,8 +69,8 @@ def cancel(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str,
     key = CallKey(scope, chat_id, keys.canonical_id(tool_call_id, "tool call ID"))
     try:
         canceled = service.runner.cancel(key)
-    except StoreError:
-        raise
+    except StoreError as error:
+        return _store_problem(error, key)
     except Exception:
         log(logging.ERROR, key, "A cancel hook raised.", exc_info=True)
         return problem("cancel_failed")
@@ -120,6 +119,11 @@ def describe(seen: Seen) -> dict[str, Any]:
         "status": saved.status_code if saved else None,
         "repeats": seen.repeats,
     }
+
+
+def _store_problem(error: StoreError, key: CallKey | None) -> Answer:
+    log(logging.WARNING, key, "The store cannot answer:", error)
+    return store_problem(error)
 
 
 def _became(canceled: Canceled) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Runner:
             if isinstance(error, StoreUnavailable) and self._keeper:
                 # The claim may have been written, and only the reply lost. No handler has started: give it back.
                 self._keeper.again(functools.partial(self._give_back, key, request.run))
+            signals.log(logging.WARNING, key, "The store cannot answer:", error)
             outcome = store_problem(error)
         if isinstance(outcome, Call):
             self._started(outcome)
@@ -197,9 +198,10 @@ class Runner:
 
     def _finished(self, call: Call, outcome: Outcome, response: SavedResponse | None) -> None:
         seconds = time.monotonic() - call.started
-        status = response.status_code if response else 500
+        status, size = (response.status_code, len(response.body)) if response else (500, 0)
         self._end(call, functools.partial(rule.finish, run=call.claim.run, outcome=outcome, response=response))
-        tell(signals.call_finished, self._sender, call.key, status=status, seconds=seconds)
+        facts = {"status": status, "seconds": seconds, "bytes": size, "ended": outcome.value}
+        tell(signals.call_finished, self._sender, call.key, **facts)
 
     def _release(self, call: Call) -> None:
         self._end(call, functools.partial(rule.release, run=call.claim.run))

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +21,7 @@ from .problems import Answer, invalid_key, problem
 from .record import CallKey, SavedResponse
 from .runner import Runner
 from .settings import METHODS, Settings
-from .signals import call_refused, logger, result_cut, tell
+from .signals import call_refused, log, logger, result_cut, tell
 from .stores import Store, open_store
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Service:
         body = self.input(environ)
         if not body.fetch():
             return self._refuse(environ, problem("incomplete_body"), key)
-        digest = self._fingerprint_of(environ, body, options)
+        digest = self._fingerprint_of(environ, key, body, options)
         if isinstance(digest, Answer):
             return self._refuse(environ, digest, key)
         on_lost = options.on_lost or self.settings.on_lost
@@ -218,7 +219,10 @@ class Service:
                 key = key and keys.canonical_key(key)
             else:
                 key = self._key(environ)
-            return key._replace(scope=self.scope_of(environ)) if key and self._scope else key
+            if key and self._scope:
+                scope = self.input(environ).aside(functools.partial(self.scope_of, environ))
+                key = key._replace(scope=scope)
+            return key
         except InvalidKey as error:
             return invalid_key(error)
         except HTTPException:
@@ -226,7 +230,9 @@ class Service:
         except Exception:
             return key_failed("key or scope")
 
-    def _fingerprint_of(self, environ: WSGIEnvironment, body: Input, options: Options) -> str | Answer | None:
+    def _fingerprint_of(
+        self, environ: WSGIEnvironment, key: CallKey, body: Input, options: Options
+    ) -> str | Answer | None:
         make = options.fingerprint
         if make is None:
             return None
@@ -237,7 +243,7 @@ class Service:
         except HTTPException:
             raise
         except Exception:
-            return key_failed("fingerprint")
+            return key_failed("fingerprint", key)
 
     def _refuse(self, environ: WSGIEnvironment, answer: Answer, key: CallKey | None = None) -> Answer:
         self.input(environ).drain()
@@ -245,7 +251,7 @@ class Service:
         return answer
 
 
-def key_failed(what: str) -> Answer:
+def key_failed(what: str, key: CallKey | None = None) -> Answer:
     """500, and the exception in the log: an app's callable raised, and the request is not run unprotected."""
-    logger.exception("The %s callable raised; the request was refused.", what)
+    log(logging.ERROR, key, f"The {what} callable raised; the request was refused.", exc_info=True)
     return problem("key_failed")

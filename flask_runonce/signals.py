@@ -4,7 +4,8 @@ Each signal's sender is the app (the wrapped one, for the middleware). Each is s
 (None for a refusal before the key is known), and:
 
 - `call_started`: nothing more
-- `call_finished`: `status` (the number; 500 where the outcome is unknown), `seconds` that the run took
+- `call_finished`: `status` (the number; 500 where the outcome is unknown), `seconds` that the run took, `bytes` of the
+  body that is saved, `ended` ("response", "too_large" or "unknown")
 - `call_replayed`: `status`, `seconds` that the repeat waited for it
 - `call_refused`: `code`, `status`
 - `call_canceled`: `state` ("not_received", "running" or "done"), `pending` (the run goes on)

@@ -1446,7 +1446,7 @@ def test_signals_are_sent_by_the_app_with_the_key_and_their_facts() -> None:
     assert all(value >= 0 for value in seconds)
     assert told == [
         ("started", {"key": key}),
-        ("finished", {"key": key, "status": 201}),
+        ("finished", {"key": key, "status": 201, "bytes": 4, "ended": "response"}),
         ("replayed", {"key": key, "status": 201}),
         ("refused", {"key": key, "code": "input_mismatch", "status": 409}),
         ("canceled", {"key": key, "state": "done", "pending": False}),

@@ -51,8 +51,8 @@ def fail(*args: Any) -> Any:
 STARTED = ("call_started", {"key": KEY})
 
 
-def finished(status: int) -> tuple[str, dict[str, Any]]:
-    return "call_finished", {"key": KEY, "status": status}
+def finished(status: int, size: int = 4, ended: str = "response") -> tuple[str, dict[str, Any]]:
+    return "call_finished", {"key": KEY, "status": status, "bytes": size, "ended": ended}
 
 
 def refused(code: str, status: int, key: CallKey | None = KEY) -> tuple[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_a_run_that_nobody_knows_the_end_of() -> None:
         with pytest.raises(ValueError, match="on purpose"):
             site.call()
         site.call()
-    assert heard == [STARTED, finished(500), ("call_replayed", {"key": KEY, "status": 500})]
+    assert heard == [STARTED, finished(500, 0, "unknown"), ("call_replayed", {"key": KEY, "status": 500})]
 
 
 def test_a_repeat_tells_how_long_it_waited() -> None:
@@ -244,7 +244,7 @@ def test_a_result_that_was_cut() -> None:
     assert heard == [
         STARTED,
         ("result_cut", {"key": KEY, "original_bytes": 1000, "kept_bytes": kept}),
-        finished(200),
+        finished(200, 99),
         ("call_replayed", {"key": KEY, "status": 200}),
     ]
 

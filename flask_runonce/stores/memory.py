@@ -40,6 +40,11 @@ class MemoryStore:
     def __init__(self, *, max_bytes: int = 256 * 2**20, timer: Callable[[], float] = time.monotonic) -> None:
         self._state = PerProcess(lambda: _State(max_bytes, timer))
 
+    @property
+    def bytes(self) -> int:
+        """What the records hold, about, as `max_bytes` counts it."""
+        return self._state().bytes
+
     def read(self, key: CallKey) -> Seen:
         state = self._state()
         with state.lock:

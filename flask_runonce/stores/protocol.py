@@ -1,4 +1,4 @@
-"""What every store does. A store keeps records and decides nothing; `flask_runonce.testing.StoreContract` holds each to this."""
+"""What every store does: it keeps records and decides nothing. `flask_runonce.testing.StoreContract` holds each to this."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ IDS = {"gen_ai.conversation.id": "chat", "gen_ai.tool.call.id": "call"}
 def test_a_run_and_its_repeat(traced: Traced, app: flask.Flask) -> None:
     said = traced.post(app, "/done")
     assert said.pop("runonce.seconds") > 0
-    assert said == IDS | {"runonce.outcome": "finished", "runonce.status": 201}
+    assert said.pop("runonce.bytes") > 0
+    assert said == IDS | {"runonce.outcome": "finished", "runonce.status": 201, "runonce.ended": "response"}
     repeat = IDS | {"runonce.outcome": "replayed", "runonce.status": 201, "runonce.seconds": 0}
     assert traced.post(app, "/done") == repeat
 

@@ -65,6 +65,7 @@ def test_a_run_and_its_repeats(watched: Watched) -> None:
     assert watched.value("runonce_run_seconds_bucket", status="201", le="1800.0") == 1
     assert watched.value("runonce_wait_seconds_count") == 2
     assert watched.value("runonce_wait_seconds_sum") == 0
+    assert watched.value("runonce_saved_bytes_total") == len(b"done")
 
 
 def test_a_repeat_that_waited(watched: Watched) -> None:
@@ -79,7 +80,7 @@ def test_a_run_that_fails_and_one_that_is_released(watched: Watched) -> None:
     watched.post("release", "b")
     watched.post("release", "b")
     assert watched.value("runonce_run_seconds_count", status="500") == 1
-    assert watched.value("runonce_calls_total", outcome="finished") == 1
+    assert watched.value("runonce_calls_total", outcome="unknown") == 1
     assert watched.value("runonce_calls_total", outcome="released") == 2
 
 
@@ -124,6 +125,7 @@ def test_records_are_counted_at_the_scrape(watched: Watched) -> None:
     watched.post("done", "a")
     watched.post("done", "b")
     assert watched.value("runonce_records") == 2
+    assert watched.value("runonce_records_bytes") == watched.store.bytes > 0
 
 
 def test_a_store_is_not_opened_at_the_start_and_may_be_down_at_the_scrape(caplog: pytest.LogCaptureFixture) -> None:

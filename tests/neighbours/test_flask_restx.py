@@ -161,7 +161,6 @@ def test_marshalling_around_once_marshals_an_answer() -> None:
     assert call(TestApp(app), "/wrong").json == {"item": None}
 
 
-@pytest.mark.xfail(reason="RESTX decorates anew for each request, and RunOnce notes each decorated view for good.")
 def test_method_decorators_leave_nothing_behind() -> None:
     resources = []
 

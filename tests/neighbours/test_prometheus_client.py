@@ -35,6 +35,7 @@ def test_the_metrics_are_served(service: TestApp) -> None:
 def test_the_table_of_metrics(names: dict[str, Any]) -> None:
     described = dict(re.findall(r"^\| `(runonce_\w+)` \| (?:`(\w+)`)? ?\|", PAGE.read_text("utf-8"), re.MULTILINE))
     facts = {"status": 200, "seconds": 1, "code": "canceled", "state": "done", "original_bytes": 2, "kept_bytes": 1}
+    facts |= {"bytes": 3, "ended": "response"}
     for name in dir(signals):
         if name.startswith(("call_", "result_")):
             getattr(signals, name).send(names["app"], key=None, **facts)
