@@ -422,6 +422,17 @@ def test_a_renewal_says_whose_run_is_not_there(store: MemoryStore) -> None:
     assert renew(store, *claims[:2], stranger) == ({"run-1"}, {"run-of-another"})
 
 
+def test_a_run_that_is_put_over_a_finished_one_takes_its_place(store: MemoryStore, timer: Timer) -> None:
+    finish(store, KEY, b"x" * 5000)
+    before = store.read(KEY)
+    claimed = put(store, running(run="run-2"), before.version)
+    timer.now += 2 * FORGET
+    assert store.purge() == 0
+    assert [row.version for row in store.list().rows] == [claimed.version]
+    assert swap(store, claimed.version, None).done
+    assert room(store) == room(MemoryStore(max_bytes=SMALL))
+
+
 # Its clock
 
 

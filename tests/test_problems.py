@@ -231,4 +231,6 @@ def test_an_unknown_outcome_is_answered_like_a_saved_response() -> None:
 
 
 def test_a_repeat_of_an_unknown_outcome_is_marked_as_one() -> None:
-    assert _outcome_unknown()[1].headers["Idempotent-Replayed"] == "true"
+    repeat = _outcome_unknown()[1]
+    assert repeat.headers["Idempotent-Replayed"] == "true"
+    assert repeat.headers.getall("Content-Length") == [str(len(repeat.body))]

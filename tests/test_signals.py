@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flask_runonce import CallKey, RunOnceMiddleware, current_call, signals
+from flask_runonce.call import CanceledCall
 from flask_runonce.errors import StoreUnavailable
 from flask_runonce.stores import MemoryStore, Swapped
 from tests.plain_app import AT_ONCE, LIMIT, Environ, LeasedStore, Site, WatchedStore, answer, ask, environ_of, in_thread
@@ -399,6 +400,22 @@ def test_a_hook_that_raises_is_logged_with_its_traceback_and_ids(lines: list[log
         site.cancel("call-2")  # its hooks are owed
     logged = [line for line in lines if line.exc_info]
     assert [line.tool_call_id for line in logged] == ["call-1", "call-2"]
+
+
+def test_of_hooks_that_raise_the_first_is_logged(lines: list[logging.LogRecord]) -> None:
+    errors = [ValueError("first"), ValueError("second")]
+
+    def raising(error: Exception) -> Callable[..., None]:
+        def hook(call: CanceledCall) -> None:
+            raise error
+
+        return hook
+
+    site = Site(answer())
+    for error in errors:
+        site.middleware.on_cancel(raising(error))
+    site.cancel()
+    assert [line.exc_info[1] for line in lines if line.exc_info] == errors[:1]
 
 
 def test_open_routes_are_warned_of(lines: list[logging.LogRecord]) -> None:
