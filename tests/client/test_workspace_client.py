@@ -35,6 +35,7 @@ def agent_at(root, wrap=lambda app: app, **config):
             yield client
     finally:
         app.extensions["workspace_agent"].close()
+        app.extensions["runonce"].runner.store.close()
 
 
 @pytest.fixture
