@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,8 @@ class Demo:
         print("  started again", flush=True)
         loop = self._loop(url)
         try:
-            wait_for(lambda: False, loop)
+            with suppress(subprocess.TimeoutExpired):
+                loop.wait(LIMIT)
         finally:
             loop.kill()
         self.report.check("the loop ends with", loop.wait(), 0)
@@ -170,7 +171,7 @@ def answered(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> bool:
-    """Wait until the condition holds and say whether it does. Gives up at the end of the process, or after LIMIT."""
+    """Wait until the condition holds and say whether it does. Gives up after LIMIT, or when the process has ended."""
     until = time.monotonic() + LIMIT
     while not condition():
         if time.monotonic() > until or (process is not None and process.poll() is not None):
