@@ -140,7 +140,9 @@ def _hour() -> Response:
     hour = _last_hour()
     process = f"{socket.gethostname()}:{os.getpid()}"
     if request.args.get("process", process) != process:
-        return Response(status=204)  # another process's poll: its pictures are not ours to renew
+        nothing_new = Response(status=204)  # another process's poll: its pictures are not ours to renew
+        del nothing_new.headers["Content-Type"]
+        return nothing_new
     lives = hour.lives()
     return _page(
         "hour.html",
@@ -313,5 +315,7 @@ def _by_chat(shown: list[calls.Shown]) -> Iterator[tuple[tuple[str, str], Iterat
 
 
 def _page(template: str, status: int = 200, **facts: Any) -> Response:
-    text = _pages.get_template(template).render(url_for=url_for, endpoint=request.endpoint, **facts)
+    nonce = current_app.jinja_env.globals.get("csp_nonce")  # Flask-Talisman's, where the app's policy asks for one
+    facts = {"url_for": url_for, "endpoint": request.endpoint, "nonce": nonce() if callable(nonce) else "", **facts}
+    text = _pages.get_template(template).render(facts)
     return Response(text, status, content_type="text/html; charset=utf-8")

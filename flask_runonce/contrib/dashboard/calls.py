@@ -90,27 +90,30 @@ class Wanted(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A page of calls, newest first: those that fit, of the calls from `start` to `end` of `total`."""
+    """A page of calls, newest first: those that fit, of the calls from `start` to `end` of `total`.
+
+    Of the repeated ones, those that were repeated most, of `found`.
+    """
 
     rows: Sequence[Seen]
     start: int
     end: int
     total: int
+    found: int
 
 
 def search(runner: Runner, wanted: Wanted) -> Listing:
     """A page of what is asked for. It asks the store once, for a bounded number of calls. Raises `StoreError`."""
     limit = SEARCHED if wanted.searches else PAGE
     page = runner.list(wanted.scope, wanted.chat_id, limit=limit, offset=wanted.start)
-    rows: list[Seen] = []
-    looked_at = 0
-    for seen in page.rows:
-        if len(rows) == PAGE:
-            break
-        looked_at += 1
-        if wanted.fits(seen):
-            rows.append(seen)
-    return Listing(rows, wanted.start, wanted.start + looked_at, page.total)
+    fitting = [number for number, seen in enumerate(page.rows) if wanted.fits(seen)]
+    end = len(page.rows)
+    if wanted.state == "repeated":
+        fitting.sort(key=lambda number: -page.rows[number].repeats)
+    elif len(fitting) > PAGE:
+        end = fitting[PAGE]  # the next page begins with the first that has no room here
+    rows = [page.rows[number] for number in fitting[:PAGE]]
+    return Listing(rows, wanted.start, wanted.start + end, page.total, len(fitting))
 
 
 def state_of(seen: Seen) -> str:

@@ -41,7 +41,7 @@ class Form:
             sent = self._signer.loads(request.form.get(FIELD, ""), max_age=MAX_AGE)
         except BadData:
             return False
-        return bool(self._known) and sent == [self._known, *self._asked]
+        return bool(sent == [self._known, *self._asked])
 
     def mark(self, response: Response, path: str) -> Response:
         """Let the browser be known again, under `path`."""

@@ -50,7 +50,8 @@ def steps(seen: Seen, events: Sequence[Event], *, answered: int, waiting: int, n
     assert record
     events = _by_the_stores_clock(seen, events, now)
     told = [*_of_record(seen), *_of_events(seen, events)]
-    told.sort(key=lambda step: (step.at, step.kind == "end"))  # a cancel came by the end of the run, not after it
+    # A cancel of which only the latest moment is known came before the end of the run, not after it.
+    told.sort(key=lambda step: (step.at, step.kind in ("end", "unknown")))
     grouped = [_together(list(group)) for _, group in itertools.groupby(told, lambda step: (step.kind, step.text))]
     unseen = seen.repeats - answered - waiting
     if unseen > 0:

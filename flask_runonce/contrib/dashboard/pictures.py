@@ -94,7 +94,11 @@ def outcomes(lives: Iterable[Life], now: float, *, width: float, height: float) 
     return Outcomes(
         bars,
         [Tick(round(height - height * part / 2, 1), f"{top * part // 2:,}") for part in range(3)],
-        [Tick(round(place * step, 1), minute(number * BIN)) for place, number in enumerate(bins) if place % 3 == 0],
+        [
+            Tick(round((place + 0.5) * step, 1), minute(number * BIN))
+            for place, number in enumerate(bins)
+            if place % 3 == 0
+        ],
         [
             Row(minute(number * BIN), minute((number + 1) * BIN), {name: counts[name] for name in OUTCOMES})
             for number, counts in bins.items()
@@ -194,13 +198,11 @@ def run(start: float, end: float, waits: Sequence[Wait], *, width: float) -> Run
 
 
 def _round_up(count: int) -> int:
-    """The end of an axis for `count`: 2, 4, 6 or 10 times a power of ten, so that its half is a whole number."""
+    """The end of an axis for `count`: one digit and zeros, and even, so that its half is a whole number."""
     power = 1
-    while True:
-        for factor in (2, 4, 6, 10):
-            if factor * power >= count:
-                return factor * power
+    while 10 * power < count:
         power *= 10
+    return next(factor * power for factor in range(2, 11) if factor * power >= count and factor * power % 2 == 0)
 
 
 def _step(span: float) -> float:

@@ -6,9 +6,9 @@ import datetime
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two units that matter: "0.4 ms", "12 ms", "1.2 s", "40 s", "3 min 20 s", "2 h 5 min"."""
+    """Seconds in the two units that matter: "<1 ms", "12 ms", "1.2 s", "40 s", "3 min 20 s", "2 h 5 min"."""
     if seconds < 0.001:
-        return "under 1 ms"
+        return "<1 ms"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:

@@ -19,6 +19,7 @@
       const answer = await fetch(live.dataset.source || location.href, { redirect: "manual", cache: "no-store" });
       if (answer.type === "opaqueredirect" || answer.status === 401 || answer.status === 403) {
         say("You are not let in any more. Load the page again.");
+        return;
       } else if (answer.status === 200) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         merge(live, document.importNode(page.getElementById("live"), true));
