@@ -15,7 +15,8 @@ autodoc_preserve_defaults = True
 nitpick_ignore_regex = [
     # Other projects' names, and what the type checker alone sees. Their documentation is not asked for at each build.
     ("py:.*", r"(flask|werkzeug|httpx|redis|sqlalchemy|sa|blinker|collections|uuid|threading|asyncio|wsgiref)\..*"),
-    ("py:.*", r"(typing\.|t\.)?(Any|Callable|Collection|Iterable|Mapping|Sequence|Protocol|NamedTuple|UUID|Flask|Blueprint)"),
+    ("py:.*", r"(typing\.|t\.)?(Any|Callable|Collection|Iterable|Mapping|Sequence|NamedTuple|UUID)"),
+    ("py:.*", r"(typing\.)?Protocol|Flask|Blueprint"),
     ("py:.*", r".*\b(WSGIEnvironment|WSGIApplication|StartResponse)"),
     # The shapes of callables; the docstrings that take them say them.
     ("py:.*", r"(.*\.)?(Key|Scope|Guard|Fingerprint|Hook|Unset|View|T)"),
