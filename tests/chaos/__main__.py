@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import signal
 import sys
 
 from tests.chaos.houses import HOUSES
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the plan")
     order = parser.parse_args()
     logging.getLogger("flask_runonce").setLevel(logging.ERROR)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whatever was started is ended
     wrong = 0
     for store in order.store or HOUSES:
         report = chaos(HOUSES[store], order.seconds, lease=LEASE, seed=order.seed)

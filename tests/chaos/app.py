@@ -19,7 +19,7 @@ from flask_runonce.stores import Store
 from tests.chaos.book import Book
 from tests.chaos.client import CHAT
 
-GATE_LIMIT = 60
+GATE_LIMIT = 30
 """Seconds after which a run does not wait for its gate any more."""
 
 

@@ -11,7 +11,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -79,24 +79,30 @@ class Storm:
         self._lock = threading.Lock()
         self._due: list[tuple[float, int, Deed, Story]] = []
         self._numbers = itertools.count()
+        self._over = threading.Event()
 
     def blow(self, seconds: float) -> None:
         """Storm for so many seconds; returns when the last answer has come."""
-        self._until(time.monotonic() + seconds)
+        end = time.monotonic() + seconds
 
-    def audit(self) -> None:
-        """Ask for each call, in quiet, until it is answered for good."""
-        with ThreadPoolExecutor(self._clients) as pool:
-            list(pool.map(self._settle, self.stories))
-
-    def _until(self, end: float) -> None:
-        def client(number: int) -> None:
-            while time.monotonic() < end:
+        def client(_: int) -> None:
+            while time.monotonic() < end and not self._over.is_set():
                 deed, story = self._next()
                 deed(story)
 
+        self._together(client, range(self._clients))
+
+    def audit(self) -> None:
+        """Ask for each call, in quiet, until it is answered for good."""
+        self._together(self._settle, self.stories)
+
+    def _together(self, work: Callable[[Any], None], items: Iterable[Any]) -> None:
         with ThreadPoolExecutor(self._clients) as pool:
-            list(pool.map(client, range(self._clients)))
+            try:
+                list(pool.map(work, items))
+            except BaseException:
+                self._over.set()
+                raise
 
     def _next(self) -> tuple[Deed, Story]:
         """What is due, or else the first deed of a new story, whose others are put down for their time."""
@@ -175,7 +181,7 @@ class Storm:
 
     def _settle(self, story: Story) -> None:
         deadline = time.monotonic() + AUDIT
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._over.is_set():
             reply = self._ask(story, cancel=False, audit=True).reply
             if reply and (reply.status == 201 or reply.code in FINAL or story.plan.get("fails") and not reply.code):
                 return
