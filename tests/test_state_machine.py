@@ -163,7 +163,9 @@ class RunOnceMachine(RuleBasedStateMachine):
     def _released(self, call: Call) -> None:
         known = self.known.pop(call.key)
         if known.found:
-            self.known[call.key] = Known("canceled", found="not_received", repeats=known.repeats, used_at=self.now)
+            self.known[call.key] = Known(
+                "canceled", call.claim.run, found="not_received", repeats=known.repeats, used_at=self.now
+            )
             self._hook(call.key)
 
     def _hook(self, key: CallKey) -> None:
