@@ -7,15 +7,17 @@ import io
 import json
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 from wsgiref.util import setup_testing_defaults
 
+import pytest
 from webtest import TestApp, lint
 
-from flask_runonce import CallKey, RunOnceMiddleware
+from flask_runonce import CallKey, RunOnceMiddleware, runner
 from flask_runonce.record import Record, Seen, State
 from flask_runonce.stores import MemoryStore, Store, Swapped
 
@@ -131,6 +133,22 @@ class WatchedStore(MemoryStore):
         """Return when so many more waits have begun. Whatever changes the record from now on ends them."""
         for _ in range(number):
             assert self._begun.acquire(timeout=LIMIT), "nobody waits"
+
+
+class PatientStore(MemoryStore):
+    """Waits without waiting: moves the runner's clock instead. Wakes early, for nothing, while there are `naps`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        self.now = 0.0
+        self.naps: list[float] = []
+        self.asked: list[float] = []
+
+    def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
+        self.asked.append(timeout)
+        self.now += self.naps.pop(0) if self.naps else timeout
+        return self.read(key)
 
 
 class LeasedStore(WatchedStore):

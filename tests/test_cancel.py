@@ -56,7 +56,7 @@ def hooked_site(**options: Any) -> tuple[Site, list[CanceledCall]]:
 
 
 def test_none_it_is_not_received_and_will_not_run() -> None:
-    site, hooked = hooked_site()
+    site, hooked = hooked_site(store=MemoryStore(timer=lambda: 0.0))
     canceled = site.cancel()
     assert (canceled.status_int, canceled.json) == (200, {"received": False, "state": "not_received", "remembers": 0})
     assert hooked == [CanceledCall(KEY, "not_received", None)]
@@ -253,7 +253,7 @@ def _while_it_ran(site: Site) -> None:
 
 @pytest.mark.parametrize("earlier", [_before_it_came, _while_it_ran, _when_done], ids=["none", "running", "done"])
 def test_canceled_earlier_the_same_answer_again(earlier: Callable[[Site], None]) -> None:
-    site, hooked = hooked_site(config=AT_ONCE)
+    site, hooked = hooked_site(store=MemoryStore(timer=lambda: 0.0), config=AT_ONCE)
     earlier(site)
     first = site.cancel()
     hooked.clear()

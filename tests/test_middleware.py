@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ import webob
 from werkzeug.exceptions import HTTPException, Unauthorized
 from werkzeug.wrappers import Response
 
-from flask_runonce import CallKey, RunOnceMiddleware, current_call, keys, runner
+from flask_runonce import CallKey, RunOnceMiddleware, current_call, keys
 from flask_runonce.errors import StoreUnavailable
 from flask_runonce.record import Seen
 from flask_runonce.stores import MemoryStore, Swapped
@@ -24,6 +23,7 @@ from tests.plain_app import (
     Environ,
     Handler,
     LeasedStore,
+    PatientStore,
     Site,
     WatchedStore,
     answer,
@@ -448,48 +448,31 @@ def test_what_is_forgotten_runs_again() -> None:
 # Waiting
 
 
-class _Patience(MemoryStore):
-    """Waits without waiting: moves the runner's clock instead. Wakes early, for nothing, while there are `naps`."""
-
-    def __init__(self, naps: Iterable[float] = ()) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.naps = list(naps)
-        self.asked: list[float] = []
-
-    def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
-        self.asked.append(timeout)
-        self.now += self.naps.pop(0) if self.naps else timeout
-        return self.read(key)
-
-
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> _Patience:
-    store = _Patience()
-    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: store.now))
-    return store
+def patient(monkeypatch: pytest.MonkeyPatch) -> PatientStore:
+    return PatientStore(monkeypatch)
 
 
-def test_a_repeat_waits_25_seconds(patience: _Patience) -> None:
-    site = Site(answer(), store=patience)
+def test_a_repeat_waits_25_seconds(patient: PatientStore) -> None:
+    site = Site(answer(), store=patient)
     with site.held():
         assert codes(site.call()) == ["still_running"]
-    assert (patience.asked, patience.now) == ([25], 25)
+    assert (patient.asked, patient.now) == ([25], 25)
 
 
-def test_a_cancel_waits_25_seconds(patience: _Patience) -> None:
-    site = Site(answer(), store=patience)
+def test_a_cancel_waits_25_seconds(patient: PatientStore) -> None:
+    site = Site(answer(), store=patient)
     with site.held():
         assert site.cancel().status_int == 202
-    assert (patience.asked, patience.now) == ([25], 25)
+    assert (patient.asked, patient.now) == ([25], 25)
 
 
-def test_a_wait_that_wakes_early_goes_on_for_the_rest_of_its_time(patience: _Patience) -> None:
-    patience.naps = [10, 10]
-    site = Site(answer(), store=patience)
+def test_a_wait_that_wakes_early_goes_on_for_the_rest_of_its_time(patient: PatientStore) -> None:
+    patient.naps = [10, 10]
+    site = Site(answer(), store=patient)
     with site.held():
         assert codes(site.call()) == ["still_running"]
-    assert (patience.asked, patience.now) == ([25, 15, 5], 25)
+    assert (patient.asked, patient.now) == ([25, 15, 5], 25)
 
 
 def test_a_repeat_that_a_cancels_mark_wakes_goes_on_waiting() -> None:
@@ -512,13 +495,11 @@ def test_places_to_wait_are_given_back() -> None:
         assert replayed(repeat.result(LIMIT))
 
 
-def test_places_to_wait_are_given_back_after_a_timeout() -> None:
-    config = {"RUNONCE_WAIT_TIMEOUT": 0.02, "RUNONCE_MAX_WAITING": 1}
-    site = Site(answer(), store=(store := WatchedStore()), config=config)
+def test_places_to_wait_are_given_back_after_a_timeout(patient: PatientStore) -> None:
+    site = Site(answer(), store=patient, config={"RUNONCE_MAX_WAITING": 1})
     with site.held():
-        for number in (1, 2):
-            assert codes(site.call()) == ["still_running"]
-            assert len(store.waits) >= number
+        assert codes(site.call(), site.call()) == ["still_running"] * 2
+    assert patient.asked == [25, 25]
 
 
 class _Interrupting(WatchedStore):
