@@ -120,9 +120,18 @@ def test_a_storm_fills_no_memory_and_is_counted(told: Told) -> None:
     for _ in range(1000):
         told.tell("call_replayed", status=200, seconds=0.5)
     answered, events = told.hour.of(KEY)
-    assert (answered, len(events)) == (1000, hour.MAX_EVENTS)
+    assert (answered, len(events)) == (1000, hour.MAX_EVENTS_OF_ONE)
     (one,) = told.hour.lives()
     assert (one.waited, one.ran) == (0.5, 1.0)
+
+
+def test_storms_of_many_calls_fill_no_memory_either(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hour, "MAX_EVENTS", 25)
+    for number in range(4):
+        told.clock.advance(1)
+        for _ in range(10):
+            told.tell("call_replayed", key(number), status=200, seconds=0.5)
+    assert [len(told.hour.of(key(number))[1]) for number in range(4)] == [0, 0, 10, 10]
 
 
 def test_only_refusals_of_repeats_are_counted_as_answered(told: Told) -> None:

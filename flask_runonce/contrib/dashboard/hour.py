@@ -19,8 +19,10 @@ from ...record import CallKey
 HOUR = 3600.0
 MAX_CALLS = 10_000
 """How many calls are remembered; beyond that, those that were heard of least recently go first."""
-MAX_EVENTS = 200
-"""How many events of a call are remembered, the newest."""
+MAX_EVENTS = 50_000
+"""How many events are, likewise."""
+MAX_EVENTS_OF_ONE = 200
+"""How many of one call, the newest."""
 
 _TOLD = (
     signals.call_started,
@@ -54,7 +56,9 @@ class Life:
     """What was told of one call. `waited` and `ran` are seconds: the longest wait of a repeat, and the run's time."""
 
     first: float
-    events: collections.deque[Event] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVENTS))
+    events: collections.deque[Event] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_EVENTS_OF_ONE)
+    )
     answered: int = 0
     waited: float | None = None
     ran: float | None = None
@@ -138,6 +142,7 @@ class _Memory:
         self.began = began
         self.lock = threading.Lock()
         self.lives: collections.OrderedDict[CallKey, Life] = collections.OrderedDict()
+        self.events = 0
 
     def add(self, key: CallKey, event: Event) -> None:
         life = self.lives.get(key)
@@ -145,12 +150,17 @@ class _Memory:
             life = self.lives[key] = Life(event.at)
         else:
             self.lives.move_to_end(key)
+        self.events -= len(life.events)
         life.add(event)
+        self.events += len(life.events)
         for _ in range(_TIDY):
             oldest = next(iter(self.lives))
-            if len(self.lives) <= MAX_CALLS and self.lives[oldest].events[-1].at > event.at - HOUR:
+            fits = len(self.lives) <= MAX_CALLS and self.events <= MAX_EVENTS
+            if fits and self.lives[oldest].events[-1].at > event.at - HOUR:
                 break
-            self.began = max(self.began, self.lives.pop(oldest).events[-1].at)
+            events = self.lives.pop(oldest).events
+            self.events -= len(events)
+            self.began = max(self.began, events[-1].at)
 
 
 def _outcome(event: Event) -> str:
