@@ -14,8 +14,6 @@ from urllib.parse import SplitResult, urlsplit
 import pytest
 from bs4 import BeautifulSoup
 
-from examples.incident.demo import main
-
 ROOT = Path(__file__).parents[2]
 LIMIT = 120
 """Seconds that the demo may take to say where its page is."""
@@ -67,8 +65,3 @@ def test_it_is_served_until_it_is_interrupted(demo: subprocess.Popen[str], page:
     assert demo.poll() is None
     demo.send_signal(signal.SIGINT)
     assert demo.wait(LIMIT) == 0
-
-
-def test_without_the_option_there_is_no_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main() == 0
-    assert "Look at the calls" not in capsys.readouterr().out
