@@ -109,6 +109,12 @@ def _log_faults(log: str) -> list[str]:
     return faults
 
 
+def _warnings(log: str) -> collections.Counter[str]:
+    """What the library and gunicorn said, without what differs from one line to the next."""
+    lines = (re.sub(r"\d[\d.]*", "N", line)[:110] for line in log.splitlines() if re.match(r"[A-Z\[]\S* \S", line))
+    return collections.Counter(line for line in lines if not line.startswith(("Traceback", "[N-N-N")))
+
+
 def _lines(stories: Sequence[Story], book: Book, judge: Judge, harm: Mapping[str, int], log: str) -> list[str]:
     answers: collections.Counter[str] = collections.Counter()
     cancels: collections.Counter[str] = collections.Counter()
@@ -145,4 +151,6 @@ def _lines(stories: Sequence[Story], book: Book, judge: Judge, harm: Mapping[str
         *(f"    {name:40} {count}" for name, count in sorted(answers.items())),
         "  cancels:",
         *(f"    {name:40} {count}" for name, count in sorted(cancels.items())),
+        "  the log:",
+        *(f"    {count:6} x {line}" for line, count in _warnings(log).most_common(8)),
     ]

@@ -31,6 +31,11 @@ class Site:
         self._closing = contextlib.ExitStack()
         self._pool = ThreadPoolExecutor(64)
 
+    @property
+    def on_sqlite(self) -> bool:
+        """Whether the store is a file: then there are no connections to look at."""
+        return str(self.config["RUNONCE_STORE_URI"]).startswith("sqlite")
+
     @contextlib.contextmanager
     def serve(self, server: str, *options: str, factory: str = "create_app") -> Iterator[Service]:
         env = {f"CHAOS_{name}": str(value) for name, value in self.config.items()}
