@@ -1,4 +1,7 @@
-"""Run a request at most once: repeats get the first response, concurrent repeats wait, cancels tell the truth."""
+"""Run a request at most once: repeats get the first response, concurrent repeats wait, cancels tell the truth.
+
+What docstrings cite as "CONTRACT section 4" is that section of the documentation's page `docs/contract.md`.
+"""
 
 from . import errors, signals
 from .budget import budget_for

@@ -1,4 +1,4 @@
-"""Bound a result by bytes, so that it fits the model that reads it (CONTRACT.md section 4, ``result_budget``).
+"""Bound a result by bytes, so that it fits the model that reads it (CONTRACT section 4, ``result_budget``).
 
 Text keeps its first two thirds and its last third, with a marker between. JSON stays JSON: everything but its longest
 string values is kept as it was written, and those are cut like text. A document that string cuts cannot make fit, or

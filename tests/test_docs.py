@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flask
@@ -28,8 +29,10 @@ from packaging.requirements import Requirement
 from webtest import TestApp, TestResponse
 
 import flask_runonce
-from flask_runonce import client, errors, rule, signals, stores
+from flask_runonce import client, codec, errors, rule, signals, stores, testing
+from flask_runonce.capture import SAVED_HEADERS
 from flask_runonce.client.cancellation import Cancellation
+from flask_runonce.contrib import dashboard, otel, prometheus
 from flask_runonce.problems import PROBLEMS
 from flask_runonce.record import CallKey, Found, Outcome, Record, Seen, State
 from flask_runonce.service import Options
@@ -54,6 +57,8 @@ class Page:
         self.text = self.path.read_text("utf-8")
         self.tokens = MarkdownIt("commonmark").enable("table").parse(self.text)
         self.names: dict[str, Any] = {"__name__": f"docs_{name}"}
+        if name in GIVEN:
+            self.names.update(GIVEN[name]())
         self._clients: dict[int, TestApp] = {}
 
     def run(self) -> None:
@@ -202,6 +207,32 @@ def check_rst(page: Page, token: Token) -> None:
             assert re.match(r"\.\. (auto\w+|module|data):: \S+$", line), line
 
 
+def the_apps_own() -> dict[str, Any]:
+    """What the contract's blocks leave to the app."""
+
+    def as_it_is(view: Callable[..., Any]) -> Callable[..., Any]:
+        return view
+
+    def application(environ: Any, start_response: Any) -> list[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return [b"done"]
+
+    def require_login(environ: Any) -> None:
+        if environ.get("HTTP_AUTHORIZATION") != "Basic YWRhOg==":
+            flask.abort(401)
+
+    return {
+        "app": flask.Flask("contract"),
+        "application": application,
+        "current_user": SimpleNamespace(get_id=lambda: "ada"),
+        "login_required": as_it_is,
+        "require_login": require_login,
+        "transaction": as_it_is,
+    }
+
+
+GIVEN = {"contract": the_apps_own}
+"""Names that a page's blocks may use without defining them; the page says whose they are."""
 KINDS: dict[str, Callable[[Page, Token], None]] = {"python": run_python, "console": run_console}
 DIRECTIVES = {"{toctree": check_toctree, "{literalinclude": check_include, "{eval-rst": check_rst}
 COMMANDS = {"curl": curl, "pip": pip, "flask": run_flask, "gunicorn": gunicorn}
@@ -269,7 +300,7 @@ def test_only_settings_and_codes_that_there_are_are_named(page: Page) -> None:
 # Tables
 
 
-@of("configuration")
+@pytest.mark.parametrize("page", ["configuration", "contract"], indirect=True)
 def test_the_configuration_table(page: Page) -> None:
     described = {key.strip("`"): default for key, default, _ in page.table("key", "default", "meaning")}
     settings = Settings()
@@ -307,6 +338,14 @@ def test_the_table_of_errors(page: Page) -> None:
         assert (status, after) == (entry.status, entry.retry_after), code
         assert detail == entry.detail or (not entry.detail and detail.startswith("which ")), code
     assert list(described) == list(PROBLEMS)
+
+
+@of("contract")
+def test_the_table_of_refusals(page: Page) -> None:
+    rows = page.table("code", "status", "retryable")
+    described = {code: (int(status), again) for codes, status, again in rows for code in re.findall(r"\w+", codes)}
+    entries = {code: (entry.status, "yes" if entry.retry_after else "no") for code, entry in PROBLEMS.items()}
+    assert described == entries
 
 
 RUNNING = Record(CallKey("", "c", "t"), State.RUNNING, run="1", owner="o", fingerprint="f")
@@ -407,22 +446,49 @@ def test_the_table_of_files(page: Page) -> None:
 @of("api")
 def test_every_public_name_is_in_the_reference(page: Page) -> None:
     listed = set(re.findall(r"^\.\. (?:auto\w+|data):: (?:[\w.]+\.)?(\w+)", page.text, re.MULTILINE))
-    exceptions = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    for names in (flask_runonce.__all__, stores.__all__, client.__all__, exceptions):
-        assert set(names) - {"errors", "signals"} <= listed
+    for module in (flask_runonce, stores, client, testing, dashboard):
+        assert set(module.__all__) - {"errors", "signals"} <= listed
+    for module in (errors, flask_runonce.record, codec, prometheus, otel):
+        made = {
+            name: value for name, value in vars(module).items() if inspect.isclass(value) or inspect.isfunction(value)
+        }
+        own = {name for name, value in made.items() if value.__module__ == module.__name__ and name[0] != "_"}
+        assert own <= listed
     told = {name for name in vars(signals) if name.startswith(("call_", "result_"))}
     assert told == set(re.findall(r"^- `(\w+)`:", signals.__doc__ or "", re.MULTILINE))
 
 
-@of("security")
-def test_the_headers_that_are_saved_are_listed(page: Page) -> None:
-    from flask_runonce.capture import SAVED_HEADERS
-
-    (listed,) = re.findall(r"headers that describe it: (.*?)\. ", " ".join(Page("flask").text.split()))
+@pytest.mark.parametrize(
+    ("page", "before"),
+    [("flask", "headers that describe it: "), ("contract", "representation headers ")],
+    indirect=["page"],
+)
+def test_the_headers_that_are_saved_are_listed(page: Page, before: str) -> None:
+    (listed,) = re.findall(rf"{before}(Content.*?)(?:\. |, repeated)", " ".join(page.text.split()))
     assert {name.lower() for name in re.split(r", | and ", listed)} == SAVED_HEADERS
 
 
+@of("contract")
+def test_what_docstrings_cite_of_the_contract_is_there(page: Page) -> None:
+    sections = re.findall(r"^\(contract-(\d)\)=\n## (\d)\. ", page.text, re.MULTILINE)
+    assert sections and all(target == number for target, number in sections)
+    there = {f"CONTRACT section {number}" for number, _ in sections}
+    for path in Path(flask_runonce.__file__).parent.rglob("*.py"):
+        assert set(re.findall(r"CONTRACT.{,10}", path.read_text("utf-8"))) <= there, path
+
+
 # What the pages say
+
+
+@of("contract")
+def test_the_contract_in_an_app(page: Page) -> None:
+    page.run()
+    signature = str(inspect.signature(flask_runonce.RunOnce)).replace(" | ", "|")
+    assert re.sub(r": '[^']+'", "", re.sub(r" -> .*", "", signature)).replace(" = ", "=") in page.text
+    assert [post(page, "/files", params={"n": 1}).json for _ in range(2)] == [{"written": True}] * 2
+    assert post(page, "/files", params={"n": 2}).json["code"] == "input_mismatch"
+    assert page.app.post("/builds", expect_errors=True).json["code"] == "key_required"
+    assert page.app.get("/api/v0/tool-calls", headers=CALL, expect_errors=True).status_int == 401
 
 
 def post(page: Page, path: str, call: str = "call-1", **options: Any) -> TestResponse:

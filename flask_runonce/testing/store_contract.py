@@ -108,6 +108,8 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system 
 
 
 class StoreContract:
+    """What every store promises. `store` is an empty one, `advance(seconds)` moves its clock on."""
+
     forgets_by_itself: ClassVar[bool] = False
     """True for a server that drops what has had its time; then `purge` has nothing to do."""
 
