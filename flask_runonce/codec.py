@@ -25,6 +25,7 @@ def encode(record: Record) -> tuple[bytes, bytes]:
         record.fingerprint,
         record.found and record.found.value,
         record.owed,
+        record.again,
         record.outcome and record.outcome.value,
         response and [response.status, response.headers],
     ]
@@ -34,7 +35,7 @@ def encode(record: Record) -> tuple[bytes, bytes]:
 def decode(facts: bytes, body: bytes, *, created_at: float, finished_at: float | None) -> Record:
     """The record that `encode` took apart, with the times that the store kept. Raises `UnreadableRecord`."""
     try:
-        version, key, state, run, owner, fingerprint, found, owed, outcome, response = json.loads(facts)
+        version, key, state, run, owner, fingerprint, found, owed, again, outcome, response = json.loads(facts)
         if version != VERSION:
             raise ValueError(f"version {version!r}")
         return Record(
@@ -45,6 +46,7 @@ def decode(facts: bytes, body: bytes, *, created_at: float, finished_at: float |
             fingerprint=fingerprint,
             found=None if found is None else Found(found),
             owed=owed,
+            again=again,
             outcome=None if outcome is None else Outcome(outcome),
             response=response
             and SavedResponse(response[0], tuple((name, value) for name, value in response[1]), bytes(body)),

@@ -6,6 +6,7 @@ releases that the store could not take. It is started with the first run and sle
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 import time
@@ -29,13 +30,13 @@ class Keeper:
         self._forget_after = forget_after
         self._lease = lease
         self._interval = min(INTERVAL, lease / 4)
-        self._work = PerProcess(self._start)
+        self._work = PerProcess(_Work)
 
     def hold(self, call: Call) -> None:
         """Renew the call's lease until `let_go`."""
         work = self._work()
         work.calls[call.claim.run] = call
-        work.wake.set()
+        self._wake(work)
 
     def let_go(self, run: str) -> None:
         """The run has ended: its lease may end."""
@@ -45,12 +46,12 @@ class Keeper:
         """Do `job` until it raises no `StoreError`, or until a lease has passed and it can change nothing any more."""
         work = self._work()
         work.jobs.append((job, time.monotonic() + self._lease))
-        work.wake.set()
+        self._wake(work)
 
-    def _start(self) -> _Work:
-        work = _Work()
-        threading.Thread(target=self._loop, args=(work,), name="flask-runonce", daemon=True).start()
-        return work
+    def _wake(self, work: _Work) -> None:
+        work.wake.set()
+        if next(work.first, False):
+            threading.Thread(target=self._loop, args=(work,), name="flask-runonce", daemon=True).start()
 
     def _loop(self, work: _Work) -> None:
         while True:
@@ -83,8 +84,8 @@ class Keeper:
                 log(logging.WARNING, calls[run].key, "The claim to a run was lost; its end will change nothing.")
 
     def _try_again(self, work: _Work) -> None:
-        jobs, work.jobs[:] = list(work.jobs), []
-        for job, deadline in jobs:
+        for _ in range(len(work.jobs)):
+            job, deadline = work.jobs.popleft()
             try:
                 job()
             except StoreError as error:
@@ -92,10 +93,13 @@ class Keeper:
                     work.jobs.append((job, deadline))
                 else:
                     logger.error("The end of a run could not be saved before its lease ended: %s", error)
+            except Exception:
+                logger.exception("The end of a run could not be saved.")
 
 
 class _Work:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
-        self.jobs: list[tuple[Callable[[], None], float]] = []
+        self.jobs: collections.deque[tuple[Callable[[], None], float]] = collections.deque()
         self.wake = threading.Event()
+        self.first = iter((True,))  # gives True once, to one thread

@@ -124,7 +124,7 @@ def problem(code: str, detail: str = "", **members: Any) -> Answer:
 
 def invalid_key(error: InvalidKey) -> Answer:
     """400 for a malformed ID, saying which and why."""
-    return problem("invalid_key", f"{error} The request was not run.")
+    return problem("invalid_key", f"The {error.what} {error.problem}, and the request was not run.")
 
 
 def store_problem(error: StoreError) -> Answer:

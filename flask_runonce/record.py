@@ -74,7 +74,8 @@ class Record(NamedTuple):
 
     `run` is the random token of the run, made by its owner with the claim; it stays the same when a cancel marks the
     record. `found` is None until a cancel came. `owed`: a cancel gave up waiting, so whoever ends the run calls the
-    hooks. `created_at` and `finished_at` are Unix seconds by the store's clock.
+    hooks. `created_at` and `finished_at` are Unix seconds by the store's clock. `again`: the run took over from one
+    whose owner was lost.
     """
 
     key: CallKey
@@ -84,6 +85,7 @@ class Record(NamedTuple):
     fingerprint: str | None = None
     found: Found | None = None
     owed: bool = False
+    again: bool = False
     outcome: Outcome | None = None
     response: SavedResponse | None = None
     created_at: float = NOW

@@ -16,14 +16,15 @@ differently, when a call may run.
               canceled      not waiting for that run                                  REFUSE canceled
               other input                                                             REFUSE input_mismatch
               running                                                                 WAIT
-              lost          on_lost="rerun", no cancel     running, ours, if lost     RUN
+              lost          on_lost="rerun", no cancel     running, again, if lost    RUN
               lost          otherwise                      done, unknown, if lost     REPLAY
               done          the body was too large                                    REFUSE response_too_large
               done          otherwise                                                 REPLAY
     finish    ours                                         done                       SAVED
               ours, done    with this very outcome                                    SAVED
               anything                                                                GONE
-    release   ours          canceled                       canceled, not received     SAVED
+    release   ours          it took over from a lost run   running, lost              SAVED
+              ours          canceled                       canceled, not received     SAVED
               ours          otherwise                      nothing                    SAVED
               anything                                                                GONE
     cancel    nothing                                      canceled, not received     TELL
@@ -34,6 +35,7 @@ differently, when a call may run.
               done                                         done, marked (once)        TELL
     forget    nothing                                                                 GONE
               running                                                                 REFUSE still_running
+              lost                                         nothing, if lost           SAVED
               anything                                     nothing                    SAVED
 
 The rows of an event are tried from the top. "canceled" at `begin` is any record with a cancel's mark; at `cancel` it is
@@ -72,6 +74,7 @@ class Move(NamedTuple):
     """The rule's answer.
 
     `if_lost`: put only if the lease has ended, by the store's clock. `owed`: call the cancel hooks, once it is put.
+    `lost`: put with a lease that has ended.
     """
 
     do: Do
@@ -79,6 +82,7 @@ class Move(NamedTuple):
     if_lost: bool = False
     code: str = ""
     owed: bool = False
+    lost: bool = False
 
 
 class Request(NamedTuple):
@@ -107,7 +111,7 @@ def begin(seen: Seen, request: Request) -> Move:
         if not seen.lost:
             return Move(Do.WAIT)
         if request.rerun and not record.found:
-            return Move(Do.RUN, _claim(request), if_lost=True)
+            return Move(Do.RUN, _claim(request)._replace(again=True), if_lost=True)
         return Move(Do.REPLAY, _end(record, Outcome.UNKNOWN), if_lost=True, owed=record.owed)
     if record.outcome is Outcome.TOO_LARGE:
         return Move(Do.REFUSE, code="response_too_large")
@@ -129,6 +133,9 @@ def release(seen: Seen, run: str) -> Move:
     record = seen.record
     if record is None or not _ours(record, run):
         return Move(Do.GONE)
+    if record.again:
+        # Nobody knows what the run did that was lost before it. So the call is not forgotten: it is lost again.
+        return Move(Do.SAVED, record._replace(run=""), lost=True)
     if record.found:
         return Move(Do.SAVED, _canceled(record.key), owed=record.owed)
     return Move(Do.SAVED, Put.NOTHING)
@@ -155,9 +162,10 @@ def forget(seen: Seen) -> Move:
     """A person decides that the call may run again. Not while its owner is alive."""
     if seen.record is None:
         return Move(Do.GONE)
-    if seen.record.state is State.RUNNING and not seen.lost:
+    running = seen.record.state is State.RUNNING
+    if running and not seen.lost:
         return Move(Do.REFUSE, code="still_running")
-    return Move(Do.SAVED, Put.NOTHING)
+    return Move(Do.SAVED, Put.NOTHING, if_lost=running, owed=seen.record.owed)
 
 
 def _claim(request: Request) -> Record:

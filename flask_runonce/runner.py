@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -87,7 +88,8 @@ class Runner:
                         continue
                     if lost:
                         tell(signals.call_lost, self._sender, request.key, owner=lost.owner)
-                    self._pay(move, seen.record)
+                    if move.owed:
+                        self._pay(seen.record)
                 assert seen.record
                 if move.do is Do.RUN:
                     return Call(Claim(seen.record, seen.version))
@@ -181,6 +183,8 @@ class Runner:
                 return move.do
             swapped = self._swap(key, seen, move)
             if swapped.done:
+                if move.owed:
+                    self._pay(seen.record)
                 return move.do
             seen = swapped.seen
 
@@ -213,48 +217,49 @@ class Runner:
         self._calls().pop(run, None)
         if self._keeper:
             self._keeper.let_go(run)
-        seen = Seen(call.claim.record, call.claim.version, 0.0)
-        settle = functools.partial(self._settle, call.key, seen, decide)
+        end = _End(call.key, Seen(call.claim.record, call.claim.version, 0.0), decide)
         try:
-            settle()
+            self._settle(end)
         except StoreError as error:
             signals.log(logging.WARNING, call.key, "The end of a run could not be saved yet:", error)
             if self._keeper:
-                self._keeper.again(settle)
+                self._keeper.again(functools.partial(self._settle, end))
 
-    def _settle(self, key: CallKey, seen: Seen, decide: Callable[[Seen], Move]) -> None:
+    def _settle(self, end: _End) -> None:
         while True:
-            move = decide(seen)
+            move = end.decide(end.seen)
+            if move.owed and isinstance(move.put, Record):
+                end.owed = move.put
             if move.do is Do.GONE:
-                signals.log(logging.WARNING, key, "A run ended after its claim was lost; its end changes nothing.")
-                return
+                signals.log(logging.WARNING, end.key, "A run ended after its claim was lost; its end changes nothing.")
             if move.put is Put.AS_IT_IS:
-                return
+                break
             try:
-                swapped = self._swap(key, seen, move)
+                swapped = self._swap(end.key, end.seen, move)
             except StoreFull:
                 # A claim has room for its end without the body, and the first caller has the whole response.
                 assert isinstance(move.put, Record) and move.put.response
                 bare = SavedResponse(move.put.response.status)
-                decide = functools.partial(rule.finish, run=move.put.run, outcome=Outcome.TOO_LARGE, response=bare)
+                run = move.put.run
+                end.decide = functools.partial(rule.finish, run=run, outcome=Outcome.TOO_LARGE, response=bare)
                 continue
             if swapped.done:
-                self._pay(move, swapped.seen.record or (move.put if isinstance(move.put, Record) else None))
-                return
-            seen = swapped.seen
+                break
+            end.seen = swapped.seen
+        self._pay(end.owed)
 
     def _give_back(self, key: CallKey, run: str) -> None:
         seen = self.store.read(key)
         if rule.release(seen, run).do is not Do.GONE:
-            self._settle(key, seen, functools.partial(rule.release, run=run))
+            self._settle(_End(key, seen, functools.partial(rule.release, run=run)))
 
-    def _pay(self, move: Move, record: Record | None) -> None:
-        """Call the hooks that a cancel which could not wait is owed."""
-        if move.owed and record:
+    def _pay(self, owed: Record | None) -> None:
+        """Call the hooks that a cancel which could not wait is owed: for a call that stands as `owed` says."""
+        if owed:
             try:
-                self._call_hooks(_canceled_call(record))
+                self._call_hooks(_canceled_call(owed))
             except Exception:
-                signals.log(logging.ERROR, record.key, "A cancel hook raised.", exc_info=True)
+                signals.log(logging.ERROR, owed.key, "A cancel hook raised.", exc_info=True)
 
     def _swap(self, key: CallKey, seen: Seen, move: Move, *, repeat: bool = False) -> Swapped:
         assert move.put is not Put.AS_IT_IS
@@ -263,10 +268,15 @@ class Runner:
             seen.version,
             None if move.put is Put.NOTHING else move.put,
             forget_after=self.settings.forget_after,
-            lease=self.settings.lease,
+            lease=self._lease(move),
             if_lost=move.if_lost,
             repeat=repeat,
         )
+
+    def _lease(self, move: Move) -> float | None:
+        if move.do in (Do.WAIT, Do.TELL_LATER):
+            return None  # a cancel's mark is no sign of the owner's life
+        return 0.0 if move.lost else self.settings.lease
 
     def _wait(self, key: CallKey, seen: Seen, waits: _Waits) -> Seen:
         timeout = waits.left()
@@ -279,6 +289,20 @@ class Runner:
         if code == "response_too_large" and record.response:
             return problem(code, saved_status=record.response.status_code)
         return problem(code)
+
+
+@dataclasses.dataclass
+class _End:
+    """The end of a run on its way to the store, which may need several tries.
+
+    `owed` is the record whose hooks are owed once it is there. It is kept from one try to the next: the store may have
+    taken it, and only its reply may have been lost.
+    """
+
+    key: CallKey
+    seen: Seen
+    decide: Callable[[Seen], Move]
+    owed: Record | None = None
 
 
 class _Waits:

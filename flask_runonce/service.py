@@ -188,7 +188,10 @@ class Service:
     def end_abandoned(self) -> None:
         """End the runs whose streamed response nobody closed."""
         while self._abandoned:
-            self._abandoned.popleft().close()
+            try:
+                self._abandoned.popleft().close()
+            except Exception:  # it was another request's
+                logger.exception("A streamed response that was thrown away could not be closed.")
 
     def may_be_call(self, environ: WSGIEnvironment) -> bool:
         """False for a request that `admit` will certainly pass on, told without reading anything."""

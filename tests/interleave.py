@@ -492,7 +492,7 @@ def world() -> Iterator[None]:
         mock.patch.object(keeper_module, "time", time),
         mock.patch.object(runner_module, "time", time),
         mock.patch.object(runner_module, "secrets", secrets),
-        mock.patch.object(Keeper, "_start", lambda self: keeper_module._Work()),
+        mock.patch.object(Keeper, "_wake", lambda self, work: work.wake.set()),
         mock.patch.object(signals.logger, "disabled", True),
     ):
         yield

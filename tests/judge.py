@@ -93,6 +93,10 @@ class Judge:
             case (State.RUNNING, State.RUNNING) if was and now and was.run == now.run:
                 assert player.kind == "cancel", "only a cancel marks a run"
                 assert now == was._replace(found=Found.RUNNING, owed=now.owed), "a mark changes nothing else"
+            case (State.RUNNING, State.RUNNING) if was and mine and life.took_over:
+                assert did_nothing and after.lost, "only an owner that did nothing gives a call up again"
+                life.given_back = True
+                self._new_life(life.took_over).owner = life.took_over.owner
             case (State.RUNNING, State.RUNNING) if was:
                 assert player.kind == "request" and player.rerun, "only rerun takes a run over"
                 assert before.lost, "an owner that is alive was robbed"

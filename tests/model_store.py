@@ -44,7 +44,7 @@ class ModelStore:
         new: Record | None,
         *,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
@@ -62,8 +62,10 @@ class ModelStore:
             created_at=there.now if new.created_at == NOW else new.created_at,
             finished_at=there.now if new.finished_at == NOW else new.finished_at,
         )
-        lease_until = there.now + lease if new.state is State.RUNNING else None
-        expires_at = (lease_until or there.now) + forget_after
+        lease_until = None
+        if new.state is State.RUNNING:
+            lease_until = there.lease_until if lease is None else there.now + lease
+        expires_at = max(lease_until or 0, there.now) + forget_after
         self.entries[key] = Entry(new, self._new_version(), lease_until, expires_at, there.repeats)
         return Swapped(True, self.read(key))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -140,34 +140,18 @@ SCENARIOS = {
 }
 
 
-OPEN = {
-    "a rerun that releases": "the lost run before it may have acted, and the cancel says not_received",
-    "a rerun whose store fails": "the lost run before it may have acted, and the cancel says not_received",
-    "an owner's death and a cancel": "a cancel's mark gives the dead owner's lease a fresh start",
-    "an owner's death with hooks owed": "a cancel's mark gives the dead owner's lease a fresh start",
-    "a forget, a renewal and a late finish": "the forget does not look at the lease again when it drops the record",
-    "a forget with hooks owed": "the forget drops the debt as well",
-    "hooks owed by an owner whose store fails": "the save that is tried again finds itself and pays nothing",
-    "hooks owed by a releasing owner whose store fails": "the release that is tried again finds itself gone",
-}
-
-
 @functools.cache
 def explored(name: str) -> Explored:
     return explore(SCENARIOS[name][0])
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.xfail(reason=OPEN[name])] if name in OPEN else []) for name in names]
-
-
-@pytest.mark.parametrize("name", marked(SCENARIOS))
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promise_holds_in_every_interleaving(name: str) -> None:
     assert explored(name).starts == SCENARIOS[name][1]
 
 
 def test_everything_that_can_be_answered_is_answered_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    every = [explored(name) for name in SCENARIOS if name not in OPEN]
+    every = [explored(name) for name in SCENARIOS]
     with capsys.disabled():
         schedules, states = sum(one.schedules for one in every), sum(one.states for one in every)
         print(f"\n{schedules:,} interleavings of {len(every)} scenarios, {states:,} states")

@@ -33,6 +33,8 @@ MARKED_WHEN_DONE = DONE._replace(found=Found.DONE)
 CANCELED = Record(KEY, State.CANCELED, found=Found.NOT_RECEIVED, created_at=100.0)
 
 CLAIM = Record(KEY, State.RUNNING, ANOTHER, "host:2", "input-1")
+CLAIM_AGAIN = CLAIM._replace(again=True)
+TOOK_OVER = RUNNING._replace(again=True)
 END = DONE._replace(finished_at=NOW)
 END_TOO_LARGE = TOO_LARGE._replace(finished_at=NOW)
 END_UNKNOWN = UNKNOWN._replace(finished_at=NOW)
@@ -128,7 +130,7 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
         }.items()
     },
     ("begin", "lost", 'on_lost="rerun", no cancel'): {
-        "safe to repeat": (begin(lost(RUNNING), rerun=True), Move(Do.RUN, CLAIM, if_lost=True)),
+        "safe to repeat": (begin(lost(RUNNING), rerun=True), Move(Do.RUN, CLAIM_AGAIN, if_lost=True)),
     },
     ("begin", "lost", "otherwise"): {
         "not safe to repeat": (begin(lost(RUNNING)), Move(Do.REPLAY, END_UNKNOWN, if_lost=True)),
@@ -194,6 +196,13 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             "ended with a response": finish(seen(DONE), Outcome.UNKNOWN, None),
             "canceled before it came": finish(seen(CANCELED)),
         }.items()
+    },
+    ("release", "ours", "it took over from a lost run"): {
+        "not canceled": (release(alive(TOOK_OVER)), Move(Do.SAVED, TOOK_OVER._replace(run=""), lost=True)),
+        "canceled": (
+            release(alive(TOOK_OVER._replace(found=Found.RUNNING))),
+            Move(Do.SAVED, TOOK_OVER._replace(run="", found=Found.RUNNING), lost=True),
+        ),
     },
     ("release", "ours", "canceled"): {
         "marked": (release(alive(MARKED)), Move(Do.SAVED, NOT_RECEIVED)),
@@ -263,10 +272,13 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             "canceled": forget(alive(MARKED)),
         }.items()
     },
+    ("forget", "lost", ""): {
+        "its owner died": (forget(lost(RUNNING)), Move(Do.SAVED, Put.NOTHING, if_lost=True)),
+        "hooks are owed": (forget(lost(OWING)), Move(Do.SAVED, Put.NOTHING, if_lost=True, owed=True)),
+    },
     ("forget", "anything", ""): {
         name: (ask, Move(Do.SAVED, Put.NOTHING))
         for name, ask in {
-            "lost": forget(lost(RUNNING)),
             "done": forget(seen(DONE)),
             "nobody knows how": forget(seen(UNKNOWN)),
             "canceled before it came": forget(seen(CANCELED)),
@@ -319,6 +331,8 @@ _SAID_OF_A_RECORD: dict[str, Callable[[Record], bool]] = {
     "done": lambda record: record.state is State.DONE,
     "canceled": lambda record: record.state is State.CANCELED,
     "ours": lambda record: record.run == ANOTHER,
+    "again": lambda record: record.run == ANOTHER and record.again,
+    "lost": lambda record: record.run == "",
     "unknown": lambda record: record.outcome is Outcome.UNKNOWN,
     "not received": lambda record: record.found is Found.NOT_RECEIVED,
     "marked": lambda record: record.found is not None,
@@ -340,9 +354,10 @@ def test_the_table_says_what_is_put(case: Case) -> None:
     put, move = TABLE[case.row][0], case.expected
     words = put.replace(" (once)", "").split(", ")
     assert move.if_lost == ("if lost" in words)
+    assert move.lost == ("lost" in words)
     if isinstance(move.put, Record):
         assert all(_SAID_OF_A_RECORD[word](move.put) for word in words if word != "if lost")
     elif move.put is Put.NOTHING:
-        assert put == "nothing"
+        assert words[0] == "nothing"
     else:
         assert put == "" or {"marked", "owed"} & set(words)  # which others have done already

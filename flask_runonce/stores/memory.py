@@ -57,7 +57,7 @@ class MemoryStore:
         new: Record | None,
         *,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:

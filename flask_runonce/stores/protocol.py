@@ -1,4 +1,4 @@
-"""What every store does: it keeps records and decides nothing. `flask_runonce.testing.StoreContract` holds each to this."""
+"""What every store does: keep records and decide nothing. `flask_runonce.testing.StoreContract` holds each to this."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Store(Protocol):
         new: Record | None,
         *,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
         """Put `new` (None: leave nothing) where version `seen` ("": nothing) is, as one atomic step.
 
         A record that is put gets a fresh random version, an idle time of `forget_after` and, while it runs in a shared
-        store, a lease of `lease` seconds; `NOW` in its times becomes the store's now. A record put over nothing has
-        no repeats yet, one put over another keeps that one's. With `if_lost` the lease of the record there must also
-        have ended, by the store's clock, in the same step.
+        store, a lease of `lease` seconds (None: the one that the record there has); `NOW` in its times becomes the
+        store's now. A record put over nothing has no repeats yet, one put over another keeps that one's. With `if_lost`
+        the lease of the record there must also have ended, by the store's clock, in the same step.
 
         Where another record is found (or its lease goes on), that one is touched: its idle time starts afresh and,
         with `repeat`, it counts one more repeat. Neither changes its version.

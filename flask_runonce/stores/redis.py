@@ -79,7 +79,7 @@ class RedisStore:
         new: Record | None,
         *,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
@@ -88,7 +88,7 @@ class RedisStore:
         arguments = _arguments(new, lease)
         commands: list[_Command] = [(*swap, *arguments)]
         if new is not None:
-            commands.append(self._note(key, forget_after + lease))
+            commands.append(self._note(key, forget_after + (lease or 0)))
         if not seen:
             commands.append(("SET", f"{self._prefix}:since", 1, "EX", _ERA, "NX"))
         reply = _checked(self._run(*commands)[0])
@@ -204,13 +204,14 @@ def _look(name: str, what: str = "all") -> _Command:
     return ("EVALSHA", READ.sha, 1, name, what)
 
 
-def _arguments(new: Record | None, lease: float) -> Sequence[Any]:
+def _arguments(new: Record | None, lease: float | None) -> Sequence[Any]:
     """What the script puts: lease, run, canceled, created, finished, facts, body."""
     if new is None:
         return [""] * 7
     running = new.state is State.RUNNING
     times = ("" if at is None else "now" if at == NOW else repr(at) for at in (new.created_at, new.finished_at))
-    return (lease if running else "", new.run if running else "", int(bool(new.found)), *times, *encode(new))
+    lasts = "" if not running else "same" if lease is None else lease
+    return (lasts, new.run if running else "", int(bool(new.found)), *times, *encode(new))
 
 
 def _seen(reply: Sequence[Any]) -> Seen:

@@ -68,12 +68,17 @@ if current == seen and (if_lost == '0' or lease_until and left == 0) then
         return {stamp(now), 1}
     end
     local repeats = there[3] or '0'
-    lease_until = lease ~= '' and stamp(now + lease) or ''
+    if lease == 'same' then
+        lease_until = there[2]
+    else
+        left = tonumber(lease) or 0
+        lease_until = lease ~= '' and stamp(now + lease) or ''
+    end
     if created == 'now' then created = stamp(now) end
     if finished == 'now' then finished = stamp(now) end
     redis.call('HSET', KEYS[1], 'version', version, 'lease', lease_until, 'repeats', repeats, 'created', created,
         'finished', finished, 'run', run, 'canceled', canceled, 'facts', facts, 'body', body)
-    redis.call('PEXPIRE', KEYS[1], milliseconds(forget + (tonumber(lease) or 0)))
+    redis.call('PEXPIRE', KEYS[1], milliseconds(forget + left))
     return {stamp(now), 1, version, lease_until, repeats, created, finished}
 end
 if current ~= '' then

@@ -61,7 +61,7 @@ class SQLStore:
         new: Record | None,
         *,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
@@ -146,7 +146,7 @@ class SQLStore:
         new: Record | None,
         version: str,
         forget_after: float,
-        lease: float,
+        lease: float | None,
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
@@ -171,6 +171,8 @@ class SQLStore:
                     return Swapped(True, self._read(connection, digest))
             else:
                 put = _columns(new, version, now, forget_after, lease)
+                if lease is None and new.state is State.RUNNING:
+                    put |= {"lease_until": calls.lease_until, "expires_at": touch["expires_at"]}
                 row = (
                     self._put_over(connection, put, as_seen) if seen else self._put_anew(connection, put, touch, alive)
                 )
@@ -271,7 +273,7 @@ class SQLStore:
         return rows[0] if rows else None
 
 
-def _columns(record: Record, version: str, now: Time, forget_after: float, lease: float) -> dict[str, Any]:
+def _columns(record: Record, version: str, now: Time, forget_after: float, lease: float | None) -> dict[str, Any]:
     facts, body = codec.encode(record)
     running = record.state is State.RUNNING
     return {
@@ -285,8 +287,8 @@ def _columns(record: Record, version: str, now: Time, forget_after: float, lease
         "body": None if _is_large(record) else body,
         "created_at": now if record.created_at == NOW else record.created_at,
         "finished_at": now if record.finished_at == NOW else record.finished_at,
-        "lease_until": now + lease if running else None,
-        "expires_at": now + (lease + forget_after if running else forget_after),
+        "lease_until": now + (lease or 0) if running else None,
+        "expires_at": now + ((lease or 0) + forget_after if running else forget_after),
     }
 
 
