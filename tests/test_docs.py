@@ -293,7 +293,7 @@ def test_there_are_no_other_pages() -> None:
 @pytest.mark.parametrize("page", PAGES, indirect=True)
 def test_only_settings_and_codes_that_there_are_are_named(page: Page) -> None:
     settings = {f"RUNONCE_{field.name.upper()}" for field in dataclasses.fields(Settings)}
-    assert set(re.findall(r"\bRUNONCE_[A-Z_]+\b", page.text)) <= settings
+    assert set(re.findall(r"\bRUNONCE_[A-Z_]+\b", page.text)) <= settings | {"RUNONCE_TEST_MYSQL_URL"}
     assert set(re.findall(r"\d{3} `(\w+)`", page.text)) <= set(PROBLEMS)
 
 
@@ -314,6 +314,14 @@ def test_the_configuration_table(page: Page) -> None:
         else:
             value = ast.literal_eval(default.strip("`"))
         assert value == getattr(settings, key.removeprefix("RUNONCE_").lower()), key
+
+
+@of("stores")
+def test_the_table_of_deployments_is_the_readmes(page: Page) -> None:
+    head = ("deployment", "`RUNONCE_STORE_URI`", "needs")
+    readme = Page("../README")
+    assert [row[:3] for row in page.table(*head)] == readme.table(*head)
+    pip(page, ["install", *re.findall(r"flask-runonce\[\w+\]", readme.text)])
 
 
 @of("flask")
