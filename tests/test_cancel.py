@@ -640,7 +640,7 @@ def test_a_list_comes_in_pages() -> None:
         return ids, found["total"], found["offset"], found["has_more"]
 
     newest_first = list(range(119, -1, -1))
-    assert page("") == (newest_first[:50], 120, 0, True)
+    assert page("") == page("?offset=0") == page("?limit=50") == (newest_first[:50], 120, 0, True)
     assert page("?offset=70") == (newest_first[70:], 120, 70, False)
     assert page("?offset=69") == (newest_first[69:119], 120, 69, True)
     assert page("?limit=1") == ([119], 120, 0, True)

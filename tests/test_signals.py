@@ -250,6 +250,16 @@ def test_a_result_that_was_cut() -> None:
     ]
 
 
+def test_a_run_that_streams_on_is_told_once_although_it_is_closed_twice() -> None:
+    site = Site(answer(b"12345"), config={"RUNONCE_MAX_BODY_BYTES": 4})
+    with listening(site) as heard:
+        body = site.opened()
+        list(body)
+        body.close()
+        body.close()
+    assert [name for name, _ in heard] == ["call_started", "call_finished"]
+
+
 def test_what_is_no_call_tells_nothing() -> None:
     site = Site(answer())
     with listening(site) as heard:

@@ -205,6 +205,19 @@ def test_what_a_generator_writes_comes_where_it_was_written() -> None:
     assert [site.call().body for _ in range(2)] == [b"abcde"] * 2
 
 
+def test_what_a_generator_writes_past_the_bound_comes_where_it_was_written() -> None:
+    def handler(environ: Environ, start_response: Callable[..., Any]) -> Iterator[bytes]:
+        write = start_response("200 OK", [*TEXT])
+        yield b"a"
+        write(b"12345")
+        yield b"b"
+        write(b"678")
+
+    site = Site(handler, config=TINY)
+    assert site.call().body == b"a12345b678"
+    assert code_of(site) == "response_too_large"
+
+
 @pytest.mark.parametrize("returned", [b"", b"tail"])
 def test_what_is_written_past_the_bound_goes_out_at_once(returned: bytes) -> None:
     sent: list[bytes] = []
@@ -550,6 +563,71 @@ def test_a_released_call_may_stream_on(by: str) -> None:
     site = Site(handler, config=TINY)
     assert [site.call().body for _ in range(2)] == [b"12345678"] * 2
     assert site.runs == 2
+
+
+# A result budget, where the app streams or writes
+
+BUDGET = 64
+BUDGETED = {**AT_ONCE, "RUNONCE_MAX_BODY_BYTES": 100, "RUNONCE_RESULT_BUDGET": BUDGET}
+
+
+def _writing(*chunks: bytes, headers: list[tuple[str, str]] = TEXT) -> Handler:
+    def handler(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        write = start_response("200 OK", [*headers])
+        for chunk in chunks:
+            write(chunk)
+        return []
+
+    return handler
+
+
+def _yielding(*chunks: bytes, headers: list[tuple[str, str]] = TEXT) -> Handler:
+    def handler(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response("200 OK", [*headers])
+        return chunks
+
+    return handler
+
+
+each_way = pytest.mark.parametrize("way", [_writing, _yielding], ids=["write()", "chunks"])
+
+
+@each_way
+def test_a_long_text_is_cut_however_it_comes(way: Callable[..., Handler]) -> None:
+    site = Site(way(*[b"x" * 50] * 10), config=BUDGETED)
+    answers = [ask(site.middleware, environ_of()) for _ in range(2)]
+    assert answers[0].body == answers[1].body
+    assert b"left out" in answers[0].body
+    for reply in answers:
+        assert len(reply.body) <= BUDGET
+        assert [value for name, value in reply.headers if name == "Content-Length"] == [str(len(reply.body))]
+    assert site.runs == 1
+
+
+@each_way
+@pytest.mark.parametrize(
+    "headers",
+    [[("Content-Type", "application/octet-stream")], [*TEXT, ("Content-Encoding", "br")]],
+    ids=["no text", "compressed"],
+)
+def test_what_a_budget_does_not_apply_to_is_not_cut(
+    way: Callable[..., Handler], headers: list[tuple[str, str]]
+) -> None:
+    site = Site(way(*[b"x" * 50] * 10, headers=headers), config=BUDGETED)
+    assert ask(site.middleware, environ_of()).body == b"x" * 500
+    assert code_of(site) == "response_too_large"
+    site = Site(way(b"x" * 80, headers=headers), config=BUDGETED)
+    for _ in range(2):
+        assert ask(site.middleware, environ_of()).body == b"x" * 80
+
+
+@each_way
+@pytest.mark.parametrize("size", [101, 150, 199, 200])
+def test_a_text_within_its_budget_may_still_be_too_large_to_keep(way: Callable[..., Handler], size: int) -> None:
+    chunks = [b"x" * 50] * (size // 50) + [b"x" * (size % 50)]
+    site = Site(way(*chunks), config={**BUDGETED, "RUNONCE_RESULT_BUDGET": 200})
+    assert site.call().body == b"x" * size
+    assert code_of(site) == "response_too_large"
 
 
 # close(), exactly once
