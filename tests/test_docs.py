@@ -6,6 +6,7 @@ import ast
 import base64
 import dataclasses
 import doctest
+import importlib.util
 import inspect
 import json
 import re
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import flask
@@ -287,7 +288,7 @@ def test_a_command_that_prints_something_else_fails(page: Page, block: str) -> N
 
 def test_there_are_no_other_pages() -> None:
     others = {path.name for path in DOCS.iterdir() if path.suffix != ".md" and not path.name.startswith(("_", "."))}
-    assert others == {"conf.py", "notes.diff", "notes_diff.py"}
+    assert others == {"conf.py", "draw_rule.py", "notes.diff", "notes_diff.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, indirect=True)
@@ -426,6 +427,25 @@ def test_the_table_of_the_rule_itself(page: Page) -> None:
         below[0] = below[0] or above[0]  # the docstring names an event once
     written = [[event.strip("`"), *cells] for event, *cells in page.table("event", "seen")]
     assert written == stated
+
+
+@pytest.fixture
+def draw_rule() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_rule", DOCS / "draw_rule.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_rule_is_what_its_script_draws(draw_rule: ModuleType) -> None:
+    assert draw_rule.FILE.read_text("utf-8") == draw_rule.draw(), "run docs/draw_rule.py"
+
+
+def test_a_way_without_a_line_is_not_drawn_over(draw_rule: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(draw_rule.EVENTS, "forget", lambda seen: rule.Move(rule.Do.SAVED, rule.Put.NOTHING))
+    with pytest.raises(ValueError, match=r"\('running, canceled', 'nothing'\)"):
+        draw_rule.draw()
 
 
 @of("client")
