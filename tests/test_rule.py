@@ -203,6 +203,10 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             release(alive(TOOK_OVER._replace(found=Found.RUNNING))),
             Move(Do.SAVED, TOOK_OVER._replace(run="", found=Found.RUNNING), lost=True),
         ),
+        "hooks are owed, by whoever ends it": (
+            release(alive(OWING._replace(again=True))),
+            Move(Do.SAVED, OWING._replace(again=True, run=""), lost=True),
+        ),
     },
     ("release", "ours", "canceled"): {
         "marked": (release(alive(MARKED)), Move(Do.SAVED, NOT_RECEIVED)),
