@@ -657,6 +657,43 @@ def test_the_middleware_inside_an_authentication(page: Page) -> None:
     assert post(page, "/").status_int == 401
 
 
+@of("retries")
+def test_an_invoice_is_paid_once_whoever_asks(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    page.run()
+    assert capsys.readouterr().out == "paying 5\n"
+    page.app.extra_environ = {"HTTP_X_ACCOUNT": "7"}
+    assert post(page, "/payments", "call-7", params={"amount": 5}).text.count("Which invoice?") == 1
+    canceled = page.app.post("/api/v0/tool-calls/call-1/cancel", headers={"Coder-Chat-Id": "chat-1"})
+    assert canceled.json["state"] == "not_received"
+    page.app.extra_environ = {"HTTP_X_ACCOUNT": "8"}
+    assert post(page, "/payments", params={"invoice": "2026-17", "amount": 5}).status_int == 201
+    assert capsys.readouterr().out == "paying 5\n"
+
+
+@of("keys")
+def test_a_body_that_is_too_large_to_compare_is_not_for_key_or_fingerprint(page: Page) -> None:
+    page.run()
+    reply = post(page, "/payments", params={"amount": 5, "note": "x" * Settings().fingerprint_bytes})
+    assert (reply.status_int, reply.json["code"]) == (500, "key_failed")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@of("keys")
+def test_a_cut_off_body_runs_nothing_whoever_reads_it(page: Page, reads: bool) -> None:
+    page.run()
+    app = page.names["app"]
+
+    @app.before_request
+    def look() -> None:
+        if reads:
+            flask.request.get_data()
+
+    environ = {"CONTENT_LENGTH": "100"}
+    reply = app.test_client().post("/payments", data=b"{}", headers=CALL, environ_overrides=environ)
+    assert reply.status_code == 400
+    assert (reply.content_type == "application/problem+json") != reads
+
+
 @of("keys")
 def test_a_webhook_is_taken_once(page: Page) -> None:
     _prefix(page, "def hook(")
