@@ -638,6 +638,30 @@ def test_a_result_is_cut(page: Page) -> None:
     assert replies[0].json["log"].startswith("a line of the log\n")
 
 
+def test_a_streamed_response_that_flasks_test_client_leaves_open() -> None:
+    app = flask.Flask("large")
+    app.config.update(RUNONCE_MAX_BODY_BYTES=10, RUNONCE_MAX_WAITING=0)
+    runonce = flask_runonce.RunOnce(app)
+    app.post("/exports")(runonce.once(lambda: flask.Response(iter(["a long line\n"] * 2))))
+    response = app.test_client().post("/exports", headers=CALL)
+    assert len(response.data) == 24
+    assert app.test_client().post("/exports", headers=CALL).json["code"] == "still_running"
+    response.close()
+    assert app.test_client().post("/exports", headers=CALL).json["code"] == "response_too_large"
+
+
+def test_a_response_class_that_encodes_in_its_own_way() -> None:
+    class Shouted(flask.Response):
+        def iter_encoded(self) -> Iterator[bytes]:
+            return (piece + b"!" for piece in super().iter_encoded())
+
+    app = flask.Flask("shouting")
+    runonce = flask_runonce.RunOnce(app)
+    app.post("/")(runonce.once(lambda: Shouted(iter(["done"]))))
+    client = TestApp(app, lint=False)  # the length is wrong, too
+    assert [client.post("/", headers=CALL).body for _ in range(2)] == [b"done!!", b"done!"]
+
+
 @of("wsgi")
 def test_the_middleware_with_a_scope(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     page.run()
