@@ -16,7 +16,7 @@ from flask_runonce import CallKey, SavedResponse, current_call
 from flask_runonce.call import CanceledCall
 from flask_runonce.errors import StoreUnavailable
 from flask_runonce.problems import OUTCOME_UNKNOWN
-from flask_runonce.record import Seen
+from flask_runonce.record import Record, Seen, State
 from flask_runonce.stores import MemoryStore, Page, Swapped
 from tests.plain_app import (
     AT_ONCE,
@@ -183,6 +183,25 @@ def test_running_owner_lost_the_outcome_is_unknown() -> None:
     assert first.result(LIMIT).body == b"made"
     assert site.call().json["code"] == "canceled"
     assert site.cancel().json == canceled.json
+
+
+class _AskedStore(LeasedStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: list[float | None] = []
+
+    def swap(self, key: CallKey, seen: str, new: Record | None, **options: Any) -> Swapped:
+        if new and new.state is State.RUNNING:
+            self.leases.append(options["lease"])
+        return super().swap(key, seen, new, **options)
+
+
+def test_running_a_cancels_mark_is_no_sign_of_its_owners_life() -> None:
+    site, _ = hooked_site(store=(store := _AskedStore()), config={**AT_ONCE, "RUNONCE_LEASE": 7})
+    with site.held():
+        site.cancel()
+    assert store.leases[0] == 7  # the claim's
+    assert set(store.leases[1:]) == {None}  # the marks leave it as it is
 
 
 def test_running_owner_lost_a_repeat_calls_the_hooks_that_are_owed() -> None:

@@ -163,6 +163,20 @@ def test_running_owner_lost_reruns_where_that_is_safe() -> None:
     assert site.runs == 2
 
 
+def test_running_owner_lost_a_rerun_that_does_nothing_leaves_it_lost() -> None:
+    """What the lost run did is still unknown, so the call is not forgotten."""
+    site = Site(answer(), store=(store := LeasedStore()), config={"RUNONCE_ON_LOST": "rerun"})
+    with site.held():
+        store.dead = True
+        site.handler = answer(b"busy", "429 Too Many Requests")
+        assert site.call().body == b"busy"
+        assert site.get("/call-1").json["state"] == "running"
+        site.handler = answer(b"again")
+        assert site.call().body == b"again"
+    assert site.call().body == b"again"
+    assert site.runs == 3
+
+
 def test_running_owner_lost_wakes_those_who_wait() -> None:
     site = Site(answer(), store=(store := LeasedStore()))
     with site.held():
