@@ -902,6 +902,35 @@ def test_a_store_that_is_away_refuses_and_nothing_runs() -> None:
     assert site.call(None).status_int == 200  # what is no call needs no store
 
 
+class _RetryingStore(MemoryStore):
+    """Loses the reply to each claim, and asks again by itself."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def swap(self, key: CallKey, seen: str, *args: Any, **options: Any) -> Swapped:
+        swapped = super().swap(key, seen, *args, **options)
+        if seen or not swapped.done:
+            return swapped
+        if self.meanwhile:
+            self.meanwhile()
+        return super().swap(key, seen, *args, **options)
+
+
+@pytest.mark.parametrize("canceled", [False, True])
+def test_a_claim_whose_reply_was_lost_is_recognised(canceled: bool) -> None:
+    told = []
+
+    def handler(environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        told.append(current_call.canceled)
+        return answer(b"made")(environ, start_response)
+
+    store = _RetryingStore()
+    site = Site(handler, store=store, config=AT_ONCE)
+    store.meanwhile = site.cancel if canceled else None
+    assert site.call().body == b"made"
+    assert (told, site.runs) == ([canceled], 1)
+
+
 class _ForgetfulStore(MemoryStore):
     """Cannot save the end of a run."""
 

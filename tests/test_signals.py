@@ -311,6 +311,18 @@ def test_a_receiver_that_raises_changes_nothing(name: str, caplog: pytest.LogCap
     assert {record.chat_id for record in logged} == {"chat-1"}
 
 
+@pytest.mark.parametrize("store", [MemoryStore, LeasedStore])
+def test_a_worker_that_ends_before_the_handler_has_started_gives_the_claim_back(store: type[MemoryStore]) -> None:
+    def leave(sender: Any, **facts: Any) -> None:
+        raise SystemExit
+
+    site = Site(answer(), store=store())
+    with signals.call_started.connected_to(leave, sender=site.middleware.app), pytest.raises(SystemExit):
+        site.call()
+    assert site.runs == 0
+    assert site.call().body == b"done"
+
+
 # Log lines
 
 
