@@ -246,7 +246,8 @@ def _python(code: str) -> str:
     return run.stdout.strip()
 
 
-EXTRAS = {"sqlalchemy", "redis", "httpx", "stamina", "tenacity", "pytest", "webtest", "hypothesis", "prometheus_client", "opentelemetry"}
+EXTRAS = {"sqlalchemy", "redis", "httpx", "stamina", "tenacity", "pytest", "webtest", "hypothesis"}
+EXTRAS |= {"prometheus_client", "opentelemetry"}
 IMPORT = f"""
 import sys
 import flask_runonce
