@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,8 @@ class MemoryStore:
     def read(self, key: CallKey) -> Seen:
         state = self._state()
         with state.lock:
-            return state.seen(state.find(key))
+            now = state.now()
+            return _seen(state.find(key, now), now)
 
     def swap(
         self,
@@ -63,22 +64,24 @@ class MemoryStore:
     ) -> Swapped:
         state = self._state()
         with state.lock:
-            state.tidy(_TIDY)
-            entry = state.find(key)
+            now = state.now()
+            state.tidy(_TIDY, now)
+            entry = state.find(key, now)
             if (entry.version if entry else "") != seen or if_lost:  # nothing is ever lost here
                 if entry:
-                    entry = state.touch(key, entry, forget_after, repeat)
-                return Swapped(False, state.seen(entry))
+                    entry = state.touch(key, entry, now + forget_after, repeat)
+                return Swapped(False, _seen(entry, now))
             if new is None:
                 state.drop(key)
                 changed = None
             else:
-                changed = _Entry(state.stamped(new), secrets.token_hex(8), entry.repeats if entry else 0, _size(new))
-                state.put(key, changed, forget_after)
-            waiting = state.waiting.pop(key, None)
-            if waiting:
+                repeats = entry.repeats if entry else 0
+                until = math.inf if new.state is State.RUNNING else now + forget_after
+                changed = _Entry(_stamped(new, now), os.urandom(8).hex(), repeats, _size(new), until)
+                state.put(key, changed, entry, now)
+            if waiting := state.waiting.pop(key, None):
                 waiting.notify_all()
-            return Swapped(True, state.seen(changed))
+            return Swapped(True, _seen(changed, now))
 
     def renew(self, claims: Sequence[Claim], *, forget_after: float, lease: float) -> Renewed:
         canceled, lost = set(), set()
@@ -97,10 +100,11 @@ class MemoryStore:
         deadline = time.monotonic() + timeout
         with state.lock:
             while True:
-                entry = state.find(key)
+                now = state.now()
+                entry = state.find(key, now)
                 left = deadline - time.monotonic()
                 if (entry.version if entry else "") != version or left <= 0:
-                    return state.seen(entry)
+                    return _seen(entry, now)
                 state.waiting.setdefault(key, threading.Condition(state.lock)).wait(left)
 
     def list(self, *, scope: str | None = None, chat_id: str | None = None, limit: int = 50, offset: int = 0) -> Page:
@@ -121,7 +125,7 @@ class MemoryStore:
     def purge(self) -> int:
         state = self._state()
         with state.lock:
-            return state.tidy(len(state.finished))
+            return state.tidy(len(state.finished), state.now())
 
     def age(self) -> float:
         state = self._state()
@@ -136,7 +140,7 @@ class _Entry(NamedTuple):
     version: str
     repeats: int
     size: int
-    until: float = math.inf
+    until: float
 
 
 class _State:
@@ -157,36 +161,34 @@ class _State:
         """Unix seconds that never go back, whatever becomes of the host's clock."""
         return self._timer() + self._unix
 
-    def seen(self, entry: _Entry | None) -> Seen:
-        return _seen(entry, self.now())
-
-    def find(self, key: CallKey) -> _Entry | None:
+    def find(self, key: CallKey, now: float) -> _Entry | None:
         entry = self.running.get(key) or self.finished.get(key)
-        if entry and entry.until <= self.now():
+        if entry and entry.until <= now:
             self.drop(key)
             return None
         return entry
 
-    def touch(self, key: CallKey, entry: _Entry, forget_after: float, repeat: bool) -> _Entry:
-        record, version, repeats, size, until = entry
+    def touch(self, key: CallKey, entry: _Entry, until: float, repeat: bool) -> _Entry:
+        record, version, repeats, size, _ = entry
         if record.state is State.RUNNING:
-            self.running[key] = touched = _Entry(record, version, repeats + repeat, size, until)
+            self.running[key] = touched = _Entry(record, version, repeats + repeat, size, math.inf)
         else:
-            touched = _Entry(record, version, repeats + repeat, size, self.now() + forget_after)
+            touched = _Entry(record, version, repeats + repeat, size, until)
             self.finished.put(key, touched)
         return touched
 
-    def put(self, key: CallKey, entry: _Entry, forget_after: float) -> None:
-        old = self.running.get(key) or self.finished.get(key)
+    def put(self, key: CallKey, entry: _Entry, old: _Entry | None, now: float) -> None:
+        """Keep `entry` in the place of `old`. Raises `StoreFull`; then nothing has changed but what was forgotten."""
         growth = entry.size - (old.size if old else 0)
         if growth > 0:
-            self._make_room(growth, entry.record.state)
+            self._make_room(growth, entry.record.state, now)
         if entry.record.state is State.RUNNING:
-            self.finished.drop(key)
+            if old:
+                self.finished.drop(key)
             self.running[key] = entry
         else:
             self.running.pop(key, None)
-            self.finished.put(key, entry._replace(until=self.now() + forget_after))
+            self.finished.put(key, entry)
         self.bytes += growth
 
     def drop(self, key: CallKey) -> None:
@@ -194,29 +196,19 @@ class _State:
         if entry:
             self.bytes -= entry.size
 
-    def stamped(self, record: Record) -> Record:
-        if record.created_at != NOW and record.finished_at != NOW:
-            return record
-        now = self.now()
-        return record._replace(
-            created_at=now if record.created_at == NOW else record.created_at,
-            finished_at=now if record.finished_at == NOW else record.finished_at,
-        )
-
-    def tidy(self, at_most: int) -> int:
-        now = self.now()
+    def tidy(self, at_most: int, now: float) -> int:
         dropped = 0
         while dropped < at_most and (entry := self.finished.take_expired(now)):
             self.bytes -= entry.size
             dropped += 1
         return dropped
 
-    def _make_room(self, growth: int, state: State) -> None:
+    def _make_room(self, growth: int, state: State, now: float) -> None:
         limit = self.max_bytes if state is State.CANCELED else self.max_bytes - self.max_bytes // _RESERVE
         for _ in range(_MAKE_ROOM):
             if self.bytes + growth <= limit:
                 return
-            if not self.tidy(1):
+            if not self.tidy(1, now):
                 break
         raise StoreFull("The memory store is full: RUNONCE_MAX_STORE_BYTES is reached.")
 
@@ -276,9 +268,17 @@ def _seen(entry: _Entry | None, now: float) -> Seen:
     return Seen(entry.record, entry.version, now, None, entry.repeats) if entry else Seen(None, "", now)
 
 
+def _stamped(record: Record, now: float) -> Record:
+    if record.created_at == NOW:
+        record = record._replace(created_at=now)
+    return record._replace(finished_at=now) if record.finished_at == NOW else record
+
+
 def _size(record: Record) -> int:
-    size = _RECORD_BYTES + sum(map(len, record.key))
+    scope, chat_id, tool_call_id = record.key
+    size = _RECORD_BYTES + len(scope) + len(chat_id) + len(tool_call_id)
     if record.response:
         size += len(record.response.body)
-        size += sum(_HEADER_BYTES + len(name) + len(value) for name, value in record.response.headers)
+        for name, value in record.response.headers:
+            size += _HEADER_BYTES + len(name) + len(value)
     return size
