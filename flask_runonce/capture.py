@@ -234,10 +234,12 @@ class Capture:
         """What the app wrote and what it returned, in order."""
         self._iterating = True
         for piece in body:
-            yield from self._take_written()
+            if self._written:
+                yield from self._take_written()
             self._begun = self._begun or bool(piece)
             yield piece
-        yield from self._take_written()
+        if self._written:
+            yield from self._take_written()
 
     def _take_written(self) -> list[bytes]:
         written, self._written = self._written, []

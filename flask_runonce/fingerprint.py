@@ -30,7 +30,7 @@ class Input:
         length = get_content_length(environ)
         self._left: float = length if length is not None else math.inf if environ.get("wsgi.input_terminated") else 0
         self._fits = length is not None and length <= limit
-        self._multipart = str(environ.get("CONTENT_TYPE", "")).lower().lstrip().startswith("multipart/")
+        self._content_type: str = environ.get("CONTENT_TYPE") or ""
         self._body: bytes | None = None
         self._complete = True
         self._withheld = False
@@ -56,7 +56,8 @@ class Input:
     @property
     def fingerprinted(self) -> bytes | None:
         """The body as far as it belongs to the fingerprint: None for multipart (its boundary changes), or too large."""
-        return None if self._multipart else self._body
+        multipart = self._content_type.lstrip()[:10].lower() == "multipart/"
+        return None if multipart else self._body
 
     def aside(self, read: Callable[[], T]) -> T:
         """What `read()` returns, who may read the body from its start without taking it from the handler.

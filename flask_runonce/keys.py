@@ -22,6 +22,7 @@ TOOL_CALL_ID_HEADER = "Coder-Tool-Call-Id"
 MAX_LENGTH = 255
 _ID = re.compile(r"[!-+\--~]{1,255}")  # visible ASCII, no comma: servers join a repeated header with one
 _UUID = re.compile(r"(?:urn:uuid:)?([0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12})|([0-9a-f]{32})", re.IGNORECASE)
+_CANONICAL = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _NIL = "00000000-0000-0000-0000-000000000000"
 _UNSCOPABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -33,6 +34,8 @@ def canonical_id(text: str, what: str = "ID") -> str:
     `what` names the ID in the error. Raises `InvalidKey` for anything but 1 to 255 visible ASCII characters without a
     comma, and for the nil UUID.
     """
+    if _CANONICAL.fullmatch(text) and text != _NIL:
+        return text  # as most senders write it
     text = text.strip(" \t")
     if not _ID.fullmatch(text):
         if not text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -85,15 +84,20 @@ class RunOnceMiddleware:
         limit = self._service.settings.max_body_bytes
         capture = Capture(start_response, limit=limit, result_budget=call.result_budget)
         try:
-            with as_current(call), contextlib.ExitStack() as closing:
+            with as_current(call):
                 body = self.app(environ, capture.start_response)
-                closing.callback(getattr(body, "close", _nothing))
-                pieces = capture.pieces(body)
-                if capture.sent:
-                    collected = Collected(*capture.head(), b"", pieces)
-                else:
-                    collected = collect(pieces, capture.head, limit=limit, result_budget=call.result_budget)
-                close_body = closing.pop_all().close if collected.rest is not None else _nothing
+                close_body = getattr(body, "close", _nothing)
+                rest = None
+                try:
+                    pieces = capture.pieces(body)
+                    if capture.sent:
+                        collected = Collected(*capture.head(), b"", pieces)
+                    else:
+                        collected = collect(pieces, capture.head, limit=limit, result_budget=call.result_budget)
+                    rest = collected.rest
+                finally:
+                    if rest is None:
+                        close_body()
             if collected.rest is None:
                 self._service.end(call, collected)
         except BaseException:
