@@ -32,6 +32,7 @@ class Beat:
         self.now = 0.0
         self.slept: list[float] = []
         self.wakes: list[_Wake] = []
+        self.keepers: set[threading.Thread] = set()
         self._came_round = threading.Semaphore(0)
         self._asleep = threading.Semaphore(0)
         self._awake = threading.Semaphore(0)
@@ -40,13 +41,15 @@ class Beat:
         return self.now
 
     def sleep(self, seconds: float) -> None:
+        if threading.current_thread() not in self.keepers:
+            raise SystemExit  # the keeper of a test that is over has come round to the next one's clock
         self.slept.append(seconds)
         self._asleep.release()
         self._awake.acquire()  # for ever, when the test is over
         self.now += seconds
 
     def event(self) -> _Wake:
-        self.wakes.append(_Wake(self._came_round))
+        self.wakes.append(_Wake(self._came_round, self.keepers))
         return self.wakes[-1]
 
     @property
@@ -71,11 +74,13 @@ class Beat:
 class _Wake(threading.Event):
     """The event that the keeper waits for at the start of each round."""
 
-    def __init__(self, came_round: threading.Semaphore) -> None:
+    def __init__(self, came_round: threading.Semaphore, keepers: set[threading.Thread]) -> None:
         super().__init__()
         self._came_round = came_round
+        self._keepers = keepers
 
     def wait(self, timeout: float | None = None) -> bool:
+        self._keepers.add(threading.current_thread())
         self._came_round.release()
         return super().wait(timeout)
 
