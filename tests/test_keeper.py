@@ -42,7 +42,7 @@ class Beat:
 
     def sleep(self, seconds: float) -> None:
         if threading.current_thread() not in self.keepers:
-            raise SystemExit  # the keeper of a test that is over has come round to the next one's clock
+            threading.Semaphore(0).acquire()  # the keeper of a test that is over has come round to the next one's clock
         self.slept.append(seconds)
         self._asleep.release()
         self._awake.acquire()  # for ever, when the test is over
