@@ -18,16 +18,13 @@ class Call:
 
     def __init__(self, claim: Claim, result_budget: int | None = None) -> None:
         self.claim = claim
+        self.key: CallKey = claim.record.key
         self.result_budget = result_budget
         self.released = False
         self.ended = False
         self.started = time.monotonic()
         self._canceled = False
         self._events: dict[str, threading.Event] = {}
-
-    @property
-    def key(self) -> CallKey:
-        return self.claim.key
 
     @property
     def canceled(self) -> bool:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 View = TypeVar("View", bound=Callable[..., Any])
 _View: TypeAlias = Callable[..., Any]
-_Decorated: TypeAlias = "weakref.WeakKeyDictionary[_View, weakref.ref[_View]]"
-"""What each view became, for as long as there are both: some frameworks decorate anew for each request."""
 
 _RAISED = "runonce.raised"
 
@@ -55,7 +53,7 @@ class RunOnce:
         self._scope = scope
         self._guard = guard
         self._hooks: list[Hook] = []
-        self._decorated: _Decorated = weakref.WeakKeyDictionary()
+        self._decorated = _Decorated()
         self.blueprint = make_blueprint()
         if app is not None:
             self.init_app(app)
@@ -123,10 +121,13 @@ class RunOnce:
             admitted = service.admit(request.environ, options)
             if isinstance(admitted, Answer):
                 return response_of(admitted)
-            call_view = functools.partial(current_app.ensure_sync(view), *args, **kwargs)
-            return call_view() if admitted is None else _run(service, admitted, call_view)
+            sync_view = current_app.ensure_sync(view)
+            if admitted is None:
+                return sync_view(*args, **kwargs)
+            return _run(service, admitted, functools.partial(sync_view, *args, **kwargs))
 
-        self._decorated[view] = weakref.ref(once)
+        self._decorated.views[view] = weakref.ref(once)
+        self._decorated.any_required |= bool(options.required)
         return once  # type: ignore[return-value]
 
     def _call_hooks(self, app: Flask, call: CanceledCall) -> None:
@@ -134,8 +135,22 @@ class RunOnce:
             call_each(map(app.ensure_sync, self._hooks), call)
 
 
+class _Decorated:
+    """What each view became, for as long as there are both: some frameworks decorate anew for each request.
+
+    `any_required`: a view refuses requests without a key.
+    """
+
+    def __init__(self) -> None:
+        self.views: weakref.WeakKeyDictionary[_View, weakref.ref[_View]] = weakref.WeakKeyDictionary()
+        self.any_required = False
+
+
 class _Entrance:
-    """Stands around `app.wsgi_app`: makes the body of what may be a call readable ahead of the view."""
+    """Stands around `app.wsgi_app`: makes a body readable ahead of the view, where it may be a call's.
+
+    And where we may answer ourselves, and have to read what is left of the body to its end.
+    """
 
     def __init__(self, app: Flask, service: Service, decorated: _Decorated) -> None:
         self._app = app
@@ -148,7 +163,8 @@ class _Entrance:
         if self._first:
             self._first = False
             _report_misplaced(self._app, self._decorated)
-        self._service.input(environ)
+        if self._decorated.any_required or self._service.may_read(environ):
+            self._service.input(environ)
         return self._wsgi_app(environ, start_response)
 
 
@@ -224,7 +240,7 @@ def _let_errors_pass(app: Flask) -> None:
 def _report_misplaced(app: Flask, decorated: _Decorated) -> None:
     """Warn of each view whose decorator has no effect, because the app serves what it was put around."""
     served = {endpoint: _layers(view) for endpoint, view in app.view_functions.items()}
-    for view, once in list(decorated.items()):
+    for view, once in list(decorated.views.items()):
         if any(once() in layers for layers in served.values()):
             continue
         for endpoint, layers in served.items():

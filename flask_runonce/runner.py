@@ -127,17 +127,18 @@ class Runner:
 
         A call that its handler released, or that answered a status by which nothing was processed, is released.
         """
-        if call.released or response.status_code in self.settings.release_statuses:
+        status = response.status_code
+        if call.released or status in self.settings.release_statuses:
             self._release(call)
         else:
-            self._finished(call, Outcome.TOO_LARGE if too_large else Outcome.RESPONSE, response)
+            self._finished(call, Outcome.TOO_LARGE if too_large else Outcome.RESPONSE, response, status)
 
     def fail(self, call: Call) -> None:
         """The run has ended in a way that leaves its outcome unknown. Raises nothing."""
         if call.released:
             self._release(call)
         else:
-            self._finished(call, Outcome.UNKNOWN, None)
+            self._finished(call, Outcome.UNKNOWN, None, 500)
 
     def cancel(self, key: CallKey) -> Canceled:
         """Refuse the call from now on and learn what became of it, waiting for its run. Calls the hooks, but owed ones.
@@ -199,9 +200,9 @@ class Runner:
         """For how many whole seconds back "not received" is certain (CONTRACT section 5)."""
         return int(min(self.settings.forget_after, self.store.age()))
 
-    def _finished(self, call: Call, outcome: Outcome, response: SavedResponse | None) -> None:
+    def _finished(self, call: Call, outcome: Outcome, response: SavedResponse | None, status: int) -> None:
         seconds = time.monotonic() - call.started
-        status, size = (response.status_code, len(response.body)) if response else (500, 0)
+        size = len(response.body) if response else 0
         self._end(call, functools.partial(rule.finish, run=call.claim.run, outcome=outcome, response=response))
         facts = {"status": status, "seconds": seconds, "bytes": size, "ended": outcome.value}
         tell(signals.call_finished, self._sender, call.key, **facts)

@@ -128,7 +128,8 @@ class Service:
             raise
 
     def _admit(self, environ: WSGIEnvironment, options: Options) -> Call | Answer | None:
-        self.end_abandoned()
+        if self._abandoned:
+            self.end_abandoned()
         key = self._key_of(environ) if self.may_be_call(environ) else None
         if key is None:
             required = self.settings.required if options.required is None else options.required
@@ -196,6 +197,16 @@ class Service:
     def may_be_call(self, environ: WSGIEnvironment) -> bool:
         """False for a request that `admit` will certainly pass on, told without reading anything."""
         return self._has_own_key or self._tool_call_id_name in environ
+
+    def may_read(self, environ: WSGIEnvironment) -> bool:
+        """False for a request whose body `admit` and the cancel routes will certainly leave alone."""
+        settings = self.settings
+        return (
+            self.may_be_call(environ)
+            or settings.required
+            or settings.url_prefix is None  # the app has mounted the routes where it likes
+            or environ.get("PATH_INFO", "").startswith(settings.url_prefix)
+        )
 
     def input(self, environ: WSGIEnvironment) -> Input:
         """The request's body, made readable ahead of the handler."""

@@ -819,7 +819,8 @@ def test_no_request_is_read_past_its_body(
             first()
 
     add(app, runonce.once(lambda: "text"))
-    add(app, runonce.once(required=True)(lambda: "text"), "/required")
+    if path == "/required":  # one such view has the bodies of all requests looked after
+        add(app, runonce.once(required=True)(lambda: "text"), path)
     for _ in range(2):
         status, _ = send_raw(app, Socket(b"x" * 10), 10, path, **headers)
         assert status[:3] in ("200", "400")

@@ -205,12 +205,11 @@ class _State:
 
     def _make_room(self, growth: int, state: State, now: float) -> None:
         limit = self.max_bytes if state is State.CANCELED else self.max_bytes - self.max_bytes // _RESERVE
-        for _ in range(_MAKE_ROOM):
-            if self.bytes + growth <= limit:
-                return
-            if not self.tidy(1, now):
-                break
-        raise StoreFull("The memory store is full: RUNONCE_MAX_STORE_BYTES is reached.")
+        left = _MAKE_ROOM
+        while self.bytes + growth > limit:
+            if not left or not self.tidy(1, now):
+                raise StoreFull("The memory store is full: RUNONCE_MAX_STORE_BYTES is reached.")
+            left -= 1
 
 
 class _IdleOrder:
