@@ -74,11 +74,10 @@ class Proxy:
 
     async def _stop(self) -> None:
         self._server.close()
+        self._refusing = True
+        self._open.set()
         self._cut()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks)
         await asyncio.sleep(0)  # the transports close in the loop's next round
 
     def _cut(self) -> None:
@@ -91,11 +90,11 @@ class Proxy:
         self._tasks.add(task)
         pair = [writer]
         try:
-            if self._refusing:
-                return
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
             pair.append(far_writer)
             self._pairs.append(pair)
+            if self._refusing:
+                return
             await asyncio.gather(self._pump(reader, pair, far_writer), self._pump(far_reader, pair, writer))
         except OSError:
             pass  # there is nobody at the far end
