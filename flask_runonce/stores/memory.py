@@ -7,13 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from cachetools import Cache, LRUCache
 
 from ..errors import StoreFull
 from ..process import PerProcess
-from ..record import NOW, CallKey, Claim, Record, Seen, State
+from ..record import NOW, CallKey, Claim, Found, Outcome, Record, SavedResponse, Seen, State
 from .protocol import Page, Renewed, Swapped
 
 _RECORD_BYTES = 1000
@@ -135,6 +135,13 @@ class MemoryStore:
         """Nothing to give back; the records stay."""
 
 
+_Key: TypeAlias = tuple[str, ...]
+_Packed: TypeAlias = tuple[Any, ...]
+_STATES = {state.value: state for state in State}
+_FOUND: dict[str | None, Found | None] = {None: None, **{found.value: found for found in Found}}
+_OUTCOMES: dict[str | None, Outcome | None] = {None: None, **{outcome.value: outcome for outcome in Outcome}}
+
+
 class _Entry(NamedTuple):
     record: Record
     version: str
@@ -217,29 +224,34 @@ class _IdleOrder:
 
     With one idle time for all, an LRU's order is that order. An LRU gives its oldest only by taking it out, so the one
     that is next to expire may stand beside the cache.
+
+    What is kept has none of our types: the garbage collector stops looking at a tuple that holds only strings, numbers
+    and bytes, and it would look at four objects a record at each full collection.
     """
 
     def __init__(self) -> None:
-        self._cache: LRUCache[CallKey, _Entry] = LRUCache(maxsize=math.inf)
-        self._oldest: tuple[CallKey, _Entry] | None = None
+        self._cache: LRUCache[_Key, _Packed] = LRUCache(maxsize=math.inf)
+        self._oldest: tuple[_Key, _Packed] | None = None
 
-    def get(self, key: CallKey) -> _Entry | None:
+    def get(self, key: _Key) -> _Entry | None:
         """The entry, left where it stands in the order."""
         if self._oldest and self._oldest[0] == key:
-            return self._oldest[1]
-        return Cache.__getitem__(self._cache, key) if key in self._cache else None
+            return _unpacked(*self._oldest)
+        return _unpacked(key, Cache.__getitem__(self._cache, key)) if key in self._cache else None
 
-    def put(self, key: CallKey, entry: _Entry) -> None:
+    def put(self, key: _Key, entry: _Entry) -> None:
         """Keep the entry as the newest."""
         if self._oldest and self._oldest[0] == key:
             self._oldest = None
-        self._cache[key] = entry
+        self._cache[tuple(key)] = _packed(entry)
 
-    def drop(self, key: CallKey) -> _Entry | None:
+    def drop(self, key: _Key) -> _Entry | None:
         if self._oldest and self._oldest[0] == key:
-            entry, self._oldest = self._oldest[1], None
-            return entry
-        return self._cache.pop(key, None)
+            packed: _Packed | None
+            packed, self._oldest = self._oldest[1], None
+        else:
+            packed = self._cache.pop(key, None)
+        return _unpacked(key, packed) if packed else None
 
     def take_expired(self, now: float) -> _Entry | None:
         """Take out the oldest entry, if its idle time is over."""
@@ -247,20 +259,52 @@ class _IdleOrder:
             if not self._cache:
                 return None
             self._oldest = self._cache.popitem()
-        entry = self._oldest[1]
-        if entry.until > now:
+        key, packed = self._oldest
+        if packed[0] > now:
             return None
         self._oldest = None
-        return entry
+        return _unpacked(key, packed)
 
     def __len__(self) -> int:
         return len(self._cache) + (self._oldest is not None)
 
     def __iter__(self) -> Iterator[_Entry]:
         if self._oldest:
-            yield self._oldest[1]
+            yield _unpacked(*self._oldest)
         for key in list(self._cache):
-            yield Cache.__getitem__(self._cache, key)
+            yield _unpacked(key, Cache.__getitem__(self._cache, key))
+
+
+def _packed(entry: _Entry) -> _Packed:
+    record, version, repeats, size, until = entry
+    _, state, run, owner, fingerprint, found, owed, again, outcome, response, created_at, finished_at = record
+    return (
+        *(until, version, repeats, size, state.value, run, owner, fingerprint),
+        *(found and found.value, owed, again, outcome and outcome.value),
+        *(response or (None, (), b"")),
+        *(created_at, finished_at),
+    )
+
+
+def _unpacked(key: _Key, packed: _Packed) -> _Entry:
+    until, version, repeats, size, state, run, owner, fingerprint, *more = packed
+    found, owed, again, outcome, status, headers, body, created_at, finished_at = more
+    response = None if status is None else SavedResponse(status, headers, body)
+    record = Record(
+        CallKey(*key),
+        _STATES[state],
+        run,
+        owner,
+        fingerprint,
+        _FOUND[found],
+        owed,
+        again,
+        _OUTCOMES[outcome],
+        response,
+        created_at,
+        finished_at,
+    )
+    return _Entry(record, version, repeats, size, until)
 
 
 def _seen(entry: _Entry | None, now: float) -> Seen:
