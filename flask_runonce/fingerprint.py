@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from werkzeug.wsgi import get_content_length
+from werkzeug.sansio.utils import get_content_length
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import InputStream, WSGIEnvironment
@@ -27,7 +27,7 @@ class Input:
 
     def __init__(self, environ: WSGIEnvironment, limit: int) -> None:
         self._stream: InputStream = environ["wsgi.input"]
-        length = get_content_length(environ)
+        length = get_content_length(environ.get("CONTENT_LENGTH"), environ.get("HTTP_TRANSFER_ENCODING"))
         self._left: float = length if length is not None else math.inf if environ.get("wsgi.input_terminated") else 0
         self._fits = length is not None and length <= limit
         self._content_type: str = environ.get("CONTENT_TYPE") or ""

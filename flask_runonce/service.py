@@ -6,11 +6,13 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from werkzeug.exceptions import HTTPException
+from werkzeug.wrappers import Response
 
 from . import keys
 from .call import Call, CanceledCall
@@ -142,7 +144,7 @@ class Service:
         refusal = self.unshared(environ)
         if refusal:
             return self._refuse(environ, refusal, key)
-        body = self.input(environ)
+        body = Input.of(environ, self.settings.fingerprint_bytes)
         if not body.fetch():
             return self._refuse(environ, problem("incomplete_body"), key)
         digest = self._fingerprint_of(environ, key, body, options)
@@ -222,9 +224,17 @@ class Service:
         return keys.canonical_scope(self._scope(environ)) if self._scope else ""
 
     def guard(self, environ: WSGIEnvironment) -> None:
-        """Let the app refuse a cancel, a list or a show. Raises whatever the app's callable raises."""
-        if self._guard:
-            self._guard(environ)
+        """Let the app refuse a cancel, a list or a show. Raises whatever the app's callable raises.
+
+        A guard refuses by raising. One that seems to refuse in another way raises TypeError here: it must not be taken
+        for one that let the request pass.
+        """
+        answer = self._guard(environ) if self._guard else None
+        if inspect.iscoroutine(answer):
+            answer.close()
+            raise TypeError("A guard is no async function.")
+        if answer is False or isinstance(answer, Response):
+            raise TypeError(f"A guard refuses by raising an HTTPException, not by returning {answer!r}.")
 
     def _key_of(self, environ: WSGIEnvironment) -> CallKey | Answer | None:
         try:

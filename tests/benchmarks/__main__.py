@@ -34,23 +34,23 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         show(page.where())
         subjects = [*apps.ours(redis, stack), *apps.peers()]
-        show(page.ratios(compare(apps.bare(), subjects, rounds=16 if quick else 100, size=25 if quick else 40)))
+        show(page.ratios(compare(apps.bare(), subjects, rounds=8 if quick else 60, size=20 if quick else 30)))
         sizes = [10**power for power in range(2, 6 if quick else 7)]
-        show(page.growth("the memory store", growth.memory(sizes, 8 if quick else 30)))
+        show(page.growth("the memory store", growth.memory(sizes, 5 if quick else 20)))
         sizes = [10**power for power in range(2, 5 if quick else 7 if order.million else 6)]
-        show(page.growth("SQLite", growth.sqlite(sizes, 5 if quick else 30)))
+        show(page.growth("SQLite", growth.sqlite(sizes, 3 if quick else 12)))
         show(page.kept(growth.kept()))
         uris = {"memory": "memory://", "SQLite": f"sqlite:///{folder}/waiting.db", "Redis": redis.url}
         show(
             page.waiting(
                 {
-                    (server, store): served.waiting(server, uri, 3 if quick else 15)
+                    (server, store): served.waiting(server, uri, 3 if quick else 9)
                     for server in served.COMMANDS
                     for store, uri in uris.items()
                 }
             )
         )
-        show(page.contention(served.contention(2 if quick else 10, 0.5 if quick else 2)))
+        show(page.contention(served.contention(2 if quick else 8, 0.5 if quick else 1)))
         show(page.import_time(served.import_time(5 if quick else 20)))
     if order.write:
         page.write(tables)
