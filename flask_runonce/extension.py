@@ -118,10 +118,10 @@ class RunOnce:
         @functools.wraps(view)
         def once(*args: Any, **kwargs: Any) -> Any:
             service = service_of_app()
+            sync_view = current_app.ensure_sync(view)  # before the claim: it raises where asgiref is missing
             admitted = service.admit(request.environ, options)
             if isinstance(admitted, Answer):
                 return response_of(admitted)
-            sync_view = current_app.ensure_sync(view)
             if admitted is None:
                 return sync_view(*args, **kwargs)
             return _run(service, admitted, functools.partial(sync_view, *args, **kwargs))

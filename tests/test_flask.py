@@ -1454,6 +1454,30 @@ def test_signals_are_sent_by_the_app_with_the_key_and_their_facts() -> None:
     ]
 
 
+def test_a_view_that_flask_cannot_call_leaves_no_run_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = served(lambda: "text")
+
+    def ensure_sync(function: Any) -> Any:
+        if getattr(function, "__name__", "") == "<lambda>":
+            raise RuntimeError("Install Flask with the 'async' extra in order to use async views.")
+        return function
+
+    monkeypatch.setattr(app, "ensure_sync", ensure_sync)
+    for _ in range(2):
+        assert post(app).status_int == 500
+    assert cancel(app).json["state"] == "not_received"
+
+
+async def _async_guard(environ: Any) -> None:
+    raise Unauthorized
+
+
+@pytest.mark.parametrize("guard", [_async_guard, lambda environ: False, lambda environ: Response(status=401)])
+def test_a_guard_that_refuses_in_another_way_than_by_raising_lets_nobody_pass(guard: Any) -> None:
+    app = served(lambda: "text", runonce=RunOnce(guard=guard))
+    assert cancel(app).json["code"] == "key_failed"
+
+
 def test_released_and_lost_runs_are_signalled_too() -> None:
     key = CallKey("", "chat", "call")
 

@@ -66,13 +66,10 @@ def test_the_flask_quick_start_orders_once(
     assert curl(app, cancel).json["state"] == "done"
 
 
-def test_the_guard_and_the_hook_of_the_quick_start(
-    flask_quick_start: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    exec(blocks("python")[1], flask_quick_start)
-    app = flask.Flask("guarded")
-    app.secret_key = "for the test"
-    flask_quick_start["runonce"].init_app(app)
+def test_the_guard_and_the_hook_of_the_quick_start(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {"__name__": "guarded"}
+    exec(blocks("python")[1], namespace)
+    app = namespace["app"]
 
     @app.get("/login")
     def login() -> str:
@@ -85,6 +82,7 @@ def test_the_guard_and_the_hook_of_the_quick_start(
     client.get("/login")
     client.post(path, headers={"Coder-Chat-Id": "chat-1"}, status=200)
     assert "stop what call-1 left running; it was not_received" in capsys.readouterr().out
+    assert client.post("/long", headers=CALL, status=409).json["code"] == "canceled"
 
 
 def test_the_wsgi_quick_start_orders_once() -> None:
