@@ -234,18 +234,22 @@ def test_the_late_end_of_a_frozen_owner_does_not_end_the_run_after_a_forget(
 
 
 class Hesitant:
-    """A store whose swaps over a record say that they come, and then wait until they may."""
+    """A store whose swaps over a record say that they come, wait until they may, and say that they are done."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.comes = Event()
         self.may = Event()
+        self.came = Event()
 
     def swap(self, key: CallKey, seen: str, *args: Any, **options: Any) -> Swapped:
-        if seen:
-            self.comes.set()
-            assert self.may.wait(LIMIT)
-        return self._store.swap(key, seen, *args, **options)
+        if not seen:
+            return self._store.swap(key, seen, *args, **options)
+        self.comes.set()
+        assert self.may.wait(LIMIT)
+        swapped = self._store.swap(key, seen, *args, **options)
+        self.came.set()
+        return swapped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -262,6 +266,7 @@ def test_a_takeover_cannot_race_with_a_renewal(path: str, site: Site, owner: Ser
         assert hesitant.comes.wait(LIMIT)  # it has seen that the owner is lost
     until(lambda: not lost(store, call), "the owner does not renew its lease")
     hesitant.may.set()
+    assert hesitant.came.wait(LIMIT)
     site.open(call, os.getpid())
     site.open(call, pid)
     assert first.result(LIMIT).status == 201
