@@ -312,9 +312,9 @@ def _seen(entry: _Entry | None, now: float) -> Seen:
 
 
 def _stamped(record: Record, now: float) -> Record:
-    if record.created_at == NOW:
-        record = record._replace(created_at=now)
-    return record._replace(finished_at=now) if record.finished_at == NOW else record
+    *facts, created_at, finished_at = record
+    times = (now if created_at == NOW else created_at, now if finished_at == NOW else finished_at)
+    return Record._make((*facts, *times))
 
 
 def _size(record: Record) -> int:
