@@ -33,27 +33,28 @@ class Spread(NamedTuple):
 
 
 class Took(NamedTuple):
-    """Seconds a request: by the clock on the wall, and of this thread's processor time."""
+    """Seconds a request: by the clock on the wall, and of this process's time on a processor."""
 
     wall: float
     cpu: float
 
 
 def batch(app: WSGIApplication, environs: Sequence[WSGIEnvironment]) -> Took:
-    wall, cpu = time.perf_counter(), time.thread_time()
+    wall, cpu = time.perf_counter(), time.process_time()
     for environ in environs:
         ask(app, environ)
     count = len(environs)
-    return Took((time.perf_counter() - wall) / count, (time.thread_time() - cpu) / count)
+    return Took((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count)
 
 
 def compare(bare: WSGIApplication, subjects: Sequence[Subject], *, rounds: int, size: int) -> Compared:
     """Measure all subjects; each batch is divided by a batch of the bare app beside it.
 
     A subject that works only in its own thread is compared by processor time, which other programs disturb less. One
-    that waits for a store, or has other threads, is compared by the wall clock.
+    that waits for a store, or has other threads, is compared by the wall clock, and by its processor time in a row of
+    its own.
     """
-    ratios: dict[str, dict[str, list[float]]] = {subject.name: {} for subject in subjects}
+    ratios: dict[str, dict[str, list[float]]] = {name: {} for subject in subjects for name in names_of(subject)}
     took: list[float] = []
     for number in range(rounds + 1):
         for subject in subjects:
@@ -65,13 +66,20 @@ def compare(bare: WSGIApplication, subjects: Sequence[Subject], *, rounds: int, 
                 order = (0, 1) if number % 2 else (1, 0)  # neither is always the one that comes after the other
                 times = {which: batch(*pair[which]) for which in order}
                 if number:  # the first round warms up
-                    ratio = times[1].cpu / times[0].cpu if subject.cpu else times[1].wall / times[0].wall
-                    ratios[subject.name].setdefault(situation, []).append(ratio)
+                    for name in names_of(subject):
+                        of_cpu = subject.cpu or name != subject.name
+                        ratio = times[1].cpu / times[0].cpu if of_cpu else times[1].wall / times[0].wall
+                        ratios[name].setdefault(situation, []).append(ratio)
                     took.append(times[0].cpu)
     return Compared(
         statistics.median(took),
         {name: {what: Spread.of(values) for what, values in found.items()} for name, found in ratios.items()},
     )
+
+
+def names_of(subject: Subject) -> list[str]:
+    """The rows that a subject has in the table."""
+    return [subject.name] if subject.cpu else [subject.name, f"{subject.name}: processor time"]
 
 
 class Compared(NamedTuple):
