@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -60,7 +61,7 @@ class Runner:
 
         A `Call` is the right and the duty to run the handler once and then to call `finish` or `fail`.
         """
-        request = rule.Request(key, os.urandom(8).hex(), self._owner(), fingerprint, rerun)
+        request = rule.Request(key, secrets.token_hex(8), self._owner(), fingerprint, rerun)
         try:
             outcome = self._begin(request)
         except StoreError as error:
