@@ -18,7 +18,7 @@ class _IDConverter(BaseConverter):
     """Any ID, slashes included, also at its start and doubled, where Werkzeug's own `path` gives up."""
 
     part_isolating = False
-    regex = ".+"
+    regex = "(?s:.+)"
 
 
 def service_of_app() -> Service:

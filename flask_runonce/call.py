@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ class Call:
         self.result_budget = result_budget
         self.released = False
         self.ended = False
+        self.process = os.getpid()
         self.started = time.monotonic()
         self._canceled = False
         self._events: dict[str, threading.Event] = {}
@@ -64,7 +66,7 @@ def call_each(hooks: Iterable[Callable[[CanceledCall], object]], call: CanceledC
     for hook in hooks:
         try:
             hook(call)
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
     if errors:
         raise errors[0]

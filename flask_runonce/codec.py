@@ -38,7 +38,7 @@ def decode(facts: bytes, body: bytes, *, created_at: float, finished_at: float |
         version, key, state, run, owner, fingerprint, found, owed, again, outcome, response = json.loads(facts)
         if version != VERSION:
             raise ValueError(f"version {version!r}")
-        return Record(
+        record = Record(
             key=CallKey(*key),
             state=State(state),
             run=run,
@@ -53,5 +53,12 @@ def decode(facts: bytes, body: bytes, *, created_at: float, finished_at: float |
             created_at=created_at,
             finished_at=finished_at,
         )
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+        if record.response and not record.response.status[:3].isdigit():
+            raise ValueError("a status line without a number")
+        if record.outcome in (Outcome.RESPONSE, Outcome.TOO_LARGE) and not record.response:
+            raise ValueError("an answered call without its response")
+        if record.state is State.CANCELED and not record.found:
+            raise ValueError("a canceled call without its cancel")
+        return record
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise UnreadableRecord(f"A stored record cannot be read: {error}") from error

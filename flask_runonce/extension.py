@@ -170,8 +170,8 @@ class _Entrance:
 
 def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
     """Run the view and end the run with the response that the app makes of it, or of what it raised."""
-    request.environ[CALL] = call
     try:
+        request.environ[CALL] = call
         with as_current(call), contextlib.ExitStack() as closing:
             response = _response_of_run(view)
             closing.callback(response.close)  # what fails is never sent, so nobody else would

@@ -29,6 +29,7 @@ class Input:
         self._stream: InputStream = environ["wsgi.input"]
         length = get_content_length(environ.get("CONTENT_LENGTH"), environ.get("HTTP_TRANSFER_ENCODING"))
         self._left: float = length if length is not None else math.inf if environ.get("wsgi.input_terminated") else 0
+        self._length = length
         self._fits = length is not None and length <= limit
         self._content_type: str = environ.get("CONTENT_TYPE") or ""
         self._body: bytes | None = None
@@ -40,10 +41,16 @@ class Input:
         """The environ's own, put in the place of its `wsgi.input` at the first call."""
         found = environ["wsgi.input"]
         if isinstance(found, cls):
+            found._allow(limit)
             return found
         made = environ["wsgi.input"] = cls(environ, limit)
         environ["webob.is_body_seekable"] = False  # WebOb would trust what it found out about the other stream
         return made
+
+    def _allow(self, limit: int) -> None:
+        """Another front door may read further ahead, as long as nobody has read anything."""
+        untouched = self._length is not None and self._left == self._length
+        self._fits = self._fits or (untouched and self._left <= limit)
 
     def fetch(self) -> bool:
         """Read the body ahead, if it fits; False when the client sent less than its Content-Length."""
@@ -137,7 +144,7 @@ class Input:
 
 def fingerprint(environ: WSGIEnvironment, body: bytes | None) -> str:
     """64 hex digits over method, path, query string and `body` (None: no part of it), each length-prefixed."""
-    method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING", "")
+    method, query = environ["REQUEST_METHOD"].upper(), environ.get("QUERY_STRING", "")
     path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
     head = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}".encode("utf-8", "surrogatepass")
     return hashlib.sha256(head + body if body else head).hexdigest()

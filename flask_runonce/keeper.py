@@ -51,7 +51,11 @@ class Keeper:
     def _wake(self, work: _Work) -> None:
         work.wake.set()
         if next(work.first, False):
-            threading.Thread(target=self._loop, args=(work,), name="flask-runonce", daemon=True).start()
+            try:
+                threading.Thread(target=self._loop, args=(work,), name="flask-runonce", daemon=True).start()
+            except BaseException:
+                work.first = iter((True,))  # there may be room for a thread at the next run
+                raise
 
     def _loop(self, work: _Work) -> None:
         while True:
@@ -60,7 +64,7 @@ class Keeper:
             try:
                 self._renew(work)
                 self._try_again(work)
-            except Exception:  # a thread that dies here would let every lease of the process end
+            except BaseException:  # a thread that dies here would let every lease of the process end
                 logger.exception("Leases could not be renewed.")
             work.wake.clear()
             if work.calls or work.jobs:  # also what came between the look and the clear
@@ -93,7 +97,7 @@ class Keeper:
                     work.jobs.append((job, deadline))
                 else:
                     logger.error("The end of a run could not be saved before its lease ended: %s", error)
-            except Exception:
+            except BaseException:
                 logger.exception("The end of a run could not be saved.")
 
 

@@ -199,7 +199,7 @@ class Runner:
 
     def remembers(self) -> int:
         """For how many whole seconds back "not received" is certain (CONTRACT section 5)."""
-        return int(min(self.settings.forget_after, self.store.age()))
+        return max(0, int(min(self.settings.forget_after, self.store.age())))
 
     def _finished(self, call: Call, outcome: Outcome, response: SavedResponse | None, status: int) -> None:
         seconds = time.monotonic() - call.started
@@ -213,6 +213,8 @@ class Runner:
         tell(signals.call_released, self._sender, call.key)
 
     def _end(self, call: Call, decide: Callable[[Seen], Move]) -> None:
+        if call.process != os.getpid():
+            return  # we are the handler's fork: the run is our parent's
         run = call.claim.run
         call.ended = True
         self._calls().pop(run, None)
@@ -259,7 +261,7 @@ class Runner:
         if owed:
             try:
                 self._call_hooks(_canceled_call(owed))
-            except Exception:
+            except BaseException:  # what the handler did wins
                 signals.log(logging.ERROR, owed.key, "A cancel hook raised.", exc_info=True)
 
     def _swap(self, key: CallKey, seen: Seen, move: Move, *, repeat: bool = False) -> Swapped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -121,7 +122,7 @@ class Service:
 
         Raises the HTTPException of a key or scope callable.
         """
-        if environ["REQUEST_METHOD"] not in options.methods:
+        if environ["REQUEST_METHOD"].upper() not in options.methods:  # frameworks take "post" for POST
             return None
         try:
             return self._admit(environ, options)
@@ -192,7 +193,8 @@ class Service:
         """End the runs whose streamed response nobody closed."""
         while self._abandoned:
             try:
-                self._abandoned.popleft().close()
+                # In a context of its own: Flask's, which it would leave, is this request's.
+                contextvars.copy_context().run(self._abandoned.popleft().close)
             except Exception:  # it was another request's
                 logger.exception("A streamed response that was thrown away could not be closed.")
 

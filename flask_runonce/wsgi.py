@@ -67,7 +67,7 @@ class RunOnceMiddleware:
         path: str = environ.get("PATH_INFO", "")
         if prefix is None or not path.startswith(prefix):
             return None
-        method, rest = environ["REQUEST_METHOD"], path[len(prefix) :]
+        method, rest = environ["REQUEST_METHOD"].upper(), path[len(prefix) :]
         if method == "GET" and not rest:
             return routes.list_calls(self._service, environ)
         if not rest.startswith("/"):
