@@ -34,17 +34,17 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         show(page.where())
         subjects = [*apps.ours(redis, stack), *apps.peers()]
-        show(page.ratios(compare(apps.bare(), subjects, rounds=8 if quick else 60, size=20 if quick else 30)))
+        show(page.ratios(compare(apps.bare(), subjects, rounds=6 if quick else 60, size=15 if quick else 30)))
         sizes = [10**power for power in range(2, 6 if quick else 7)]
-        show(page.growth("the memory store", growth.memory(sizes, 5 if quick else 20)))
-        sizes = [10**power for power in range(2, 5 if quick else 7 if order.million else 6)]
-        show(page.growth("SQLite", growth.sqlite(sizes, 3 if quick else 12)))
+        show(page.growth("the memory store", growth.memory(sizes, 4 if quick else 20)))
+        sizes = [10**power for power in range(2, 4 if quick else 7 if order.million else 6)]
+        show(page.growth("SQLite", growth.sqlite(sizes, 2 if quick else 12)))
         show(page.kept(growth.kept()))
         uris = {"memory": "memory://", "SQLite": f"sqlite:///{folder}/waiting.db", "Redis": redis.url}
         show(
             page.waiting(
                 {
-                    (server, store): served.waiting(server, uri, 3 if quick else 9)
+                    (server, store): served.waiting(server, uri, 2 if quick else 9)
                     for server in served.COMMANDS
                     for store, uri in uris.items()
                 }
