@@ -68,6 +68,8 @@ def call_each(hooks: Iterable[Callable[[CanceledCall], object]], call: CanceledC
             hook(call)
         except BaseException as error:
             errors.append(error)
+    if errors and not isinstance(errors[0], (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)):
+        raise RuntimeError("A cancel hook was itself canceled.") from errors[0]  # such as an async one, by asyncio
     if errors:
         raise errors[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import logging
@@ -72,7 +71,7 @@ def cancel(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str,
         canceled = service.runner.cancel(key)
     except StoreError as error:
         return _store_problem(error, key)
-    except (Exception, asyncio.CancelledError):
+    except Exception:
         log(logging.ERROR, key, "A cancel hook raised.", exc_info=True)
         return problem("cancel_failed")
     if canceled.found is Found.NOT_RECEIVED:
