@@ -473,7 +473,6 @@ def test_a_server_with_several_processes_has_no_store_in_memory(server: str, tmp
         assert place.send(request(RUN, "call")).status == 201
 
 
-@pytest.mark.xfail(reason="what belongs to a process is not made again after a fork that Python is not told of")
 @pytest.mark.parametrize("server", on("uWSGI"))
 def test_a_server_that_forks_after_the_app_was_used(server: str, tmp_path: Path) -> None:
     """uWSGI forks without telling Python. A run that is longer than its lease needs the worker's own thread."""
