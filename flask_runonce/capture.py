@@ -140,6 +140,7 @@ class Tail:
         self._whole = False
         self._failed = False
         self._closed = False
+        self.failure: BaseException | None = None
 
     def __iter__(self) -> Tail:
         return self
@@ -171,10 +172,20 @@ class Tail:
             self._end(self._whole)
 
     def __del__(self) -> None:
-        # A server that throws the body away must not leave a run that never ends. But this may be the garbage
-        # collector, inside a lock of the store: so it is only put aside here, and closed by the next request.
+        # A server that throws the body away must not leave a run that never ends. The app's body is closed here and
+        # now, as it would be without us. But this may be the garbage collector, inside a lock of the store: so the run
+        # is only put aside, and ended by the next request.
         if not self._closed:
+            self._closed = True
+            try:
+                self._close_body()
+            except BaseException as error:
+                self.failure = error
             self._abandon(self)
+
+    def end_abandoned(self) -> None:
+        """End the run of a body that nobody closed."""
+        self._end(False)
 
 
 class Capture:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -192,11 +191,11 @@ class Service:
     def end_abandoned(self) -> None:
         """End the runs whose streamed response nobody closed."""
         while self._abandoned:
-            try:
-                # In a context of its own: Flask's, which it would leave, is this request's.
-                contextvars.copy_context().run(self._abandoned.popleft().close)
-            except Exception:  # it was another request's
-                logger.exception("A streamed response that was thrown away could not be closed.")
+            tail = self._abandoned.popleft()
+            if tail.failure:
+                message = "A streamed response that was thrown away could not be closed."
+                logger.error(message, exc_info=tail.failure)
+            tail.end_abandoned()
 
     def may_be_call(self, environ: WSGIEnvironment) -> bool:
         """False for a request that `admit` will certainly pass on, told without reading anything."""

@@ -26,8 +26,6 @@ from .replay import replay
 
 def main(*, page: bool = False) -> int:
     """Print what happened; 0 when every count is right. With `page`, serve on until a KeyboardInterrupt."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    logging.getLogger("flask_runonce").setLevel(logging.ERROR)  # the sample's open cancel routes are meant
     app = create_app({"SECRET_KEY": secrets.token_hex()})
     if page:
         app.register_blueprint(make_dashboard(guard=only_from_this_machine))
@@ -60,4 +58,6 @@ def only_from_this_machine(environ: dict[str, Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="keep serving afterwards, with the dashboard")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    logging.getLogger("flask_runonce").setLevel(logging.ERROR)  # the sample's open cancel routes are meant
     sys.exit(main(page=parser.parse_args().page))
