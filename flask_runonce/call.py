@@ -17,9 +17,12 @@ from .record import CallKey, Claim, SavedResponse
 class Call:
     """The run that goes on: `current_call` in a handler, `environ["runonce.call"]` in WSGI (CONTRACT section 2)."""
 
+    key: CallKey
+    """What names the call."""
+
     def __init__(self, claim: Claim, result_budget: int | None = None) -> None:
         self.claim = claim
-        self.key: CallKey = claim.record.key
+        self.key = claim.record.key
         self.result_budget = result_budget
         self.released = False
         self.ended = False
