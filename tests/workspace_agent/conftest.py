@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 from webtest import TestApp, TestResponse
 
@@ -166,3 +167,10 @@ class InThread(threading.Thread):
 @pytest.fixture
 def in_thread() -> type[InThread]:
     return InThread
+
+
+@pytest.fixture
+def offspring() -> Callable[[], list[psutil.Process]]:
+    """Gives the processes that have come since: the servers of other tests are children of ours too."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]

@@ -14,6 +14,7 @@ from examples.workspace_agent import processes
 from examples.workspace_agent.output import HEAD_BYTES, TAIL_BYTES
 
 Agent = Any
+Offspring = Callable[[], list[psutil.Process]]
 Until = Callable[[Callable[[], object]], None]
 Gates = Callable[[str], Any]
 InThread = Callable[..., Any]
@@ -362,17 +363,17 @@ def test_an_exited_process_is_tidied_though_nobody_lists(
 # End
 
 
-def test_closing_ends_everything(agent: Agent, until: Until) -> None:
+def test_closing_ends_everything(agent: Agent, until: Until, offspring: Offspring) -> None:
     agent.start("sleep 60 & echo $!; wait")
     until(lambda: agent.output().json["output"].endswith("\n"))
     grandchild = psutil.Process(int(agent.output().json["output"]))
     agent.running.close()
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
-    assert not psutil.Process().children()
+    assert not offspring()
     assert agent.start("true", "late", status=500).json["detail"] == "The agent is closed."
 
 
-def test_a_thousand_quick_processes_leave_nothing_behind(agent: Agent, until: Until) -> None:
+def test_a_thousand_quick_processes_leave_nothing_behind(agent: Agent, until: Until, offspring: Offspring) -> None:
     agent.start("true", "first")
     agent.ended("first")
     me = psutil.Process()
@@ -383,4 +384,4 @@ def test_a_thousand_quick_processes_leave_nothing_behind(agent: Agent, until: Un
     for number in range(1000):
         assert agent.ended(str(number))["output"] == "x\n"
     until(lambda: threading.active_count() <= threads and me.num_fds() <= descriptors)
-    assert not me.children()
+    assert not offspring()

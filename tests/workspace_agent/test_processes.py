@@ -16,6 +16,7 @@ from examples.workspace_agent.processes import Chat, KillError, Process, Process
 CHAT = Chat("", "chat-1")
 
 Starter = Callable[..., Process]
+Offspring = Callable[[], list[psutil.Process]]
 Until = Callable[[Callable[[], object]], None]
 Gates = Callable[[str], Any]
 
@@ -130,10 +131,10 @@ def test_what_cannot_be_started_leaves_nothing(table: ProcessTable, tmp_path: Pa
 
 
 def test_without_a_thread_to_watch_it_the_process_does_not_run(
-    table: ProcessTable, start: Starter, monkeypatch: pytest.MonkeyPatch, until: Until
+    table: ProcessTable, start: Starter, monkeypatch: pytest.MonkeyPatch, until: Until, offspring: Offspring
 ) -> None:
     start("true").wait()
-    before = {child.pid for child in psutil.Process().children()}
+    before = {child.pid for child in offspring()}
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -141,7 +142,7 @@ def test_without_a_thread_to_watch_it_the_process_does_not_run(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(StartError, match="new thread"):
         start("sleep 60", process_id="q")
-    assert {child.pid for child in psutil.Process().children()} <= before
+    assert {child.pid for child in offspring()} <= before
     until(lambda: table.get(CHAT, "q") is None)
 
 
@@ -296,7 +297,7 @@ def test_a_flood_is_read_in_turns(start: Starter, monkeypatch: pytest.MonkeyPatc
 
 
 def test_exit_does_not_wait_for_what_the_command_left_running(
-    start: Starter, gates: Gates, until: Until, monkeypatch: pytest.MonkeyPatch
+    start: Starter, gates: Gates, until: Until, monkeypatch: pytest.MonkeyPatch, offspring: Offspring
 ) -> None:
     monkeypatch.setattr(processes, "SETTLE_EVERY", 0.01)
     gate = gates("go")
@@ -306,7 +307,7 @@ def test_exit_does_not_wait_for_what_the_command_left_running(
     assert text(process) == "now\n"
     gate.open()
     until(lambda: text(process) == "now\nlater\n")
-    until(lambda: process.pipe.closed and not psutil.Process().children())
+    until(lambda: process.pipe.closed and not offspring())
 
 
 def test_exited_ones_are_forgotten_without_anybody_asking(
@@ -341,7 +342,9 @@ def test_exited_ones_stay_for_an_hour(table: ProcessTable, start: Starter) -> No
     assert table.list(CHAT) == [process]
 
 
-def test_close_ends_all_grandchildren_included(table: ProcessTable, start: Starter, until: Until) -> None:
+def test_close_ends_all_grandchildren_included(
+    table: ProcessTable, start: Starter, until: Until, offspring: Offspring
+) -> None:
     running = start("sleep 60 & echo $!; sleep 60", process_id="running")
     exited = start("sleep 60 >/dev/null 2>&1 & echo $!", process_id="exited")
     exited.wait()
@@ -351,7 +354,7 @@ def test_close_ends_all_grandchildren_included(table: ProcessTable, start: Start
     table.close()
     assert not any(map(alive, pids))
     assert not running.running and not running.canceled
-    assert not psutil.Process().children()
+    assert not offspring()
     with pytest.raises(StartError, match="closed"):
         start("true", process_id="late")
     table.close()
@@ -385,7 +388,9 @@ def test_close_wakes_those_who_wait(table: ProcessTable, start: Starter) -> None
     assert not process.running
 
 
-def test_a_thousand_quick_processes_leave_nothing_behind(table: ProcessTable, start: Starter, until: Until) -> None:
+def test_a_thousand_quick_processes_leave_nothing_behind(
+    table: ProcessTable, start: Starter, until: Until, offspring: Offspring
+) -> None:
     start("true", process_id="first").wait()
     me = psutil.Process()
     until(lambda: not watching())
@@ -394,5 +399,5 @@ def test_a_thousand_quick_processes_leave_nothing_behind(table: ProcessTable, st
     for process in started:
         process.wait()
     until(lambda: threading.active_count() <= threads and me.num_fds() <= descriptors)
-    assert not me.children()
+    assert not offspring()
     assert all(text(process) == "x\n" for process in started)
