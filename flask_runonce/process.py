@@ -11,11 +11,6 @@ T = TypeVar("T")
 _generation = 0
 
 
-def _here() -> tuple[int, int]:
-    """This process. A fork that Python was not told of (uWSGI) shows only in the ID, a reused ID only in the count."""
-    return _generation, os.getpid()
-
-
 def _after_fork() -> None:
     global _generation
     _generation += 1
@@ -37,17 +32,17 @@ class PerProcess(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
+        # By process. A fork that Python was not told of (uWSGI) shows only in the ID, a reused ID only in the count.
         self._made: dict[tuple[int, int], T] = {}
 
     def __call__(self) -> T:
-        here = _here()
         try:
-            return self._made[here]
+            return self._made[_generation, os.getpid()]
         except KeyError:
             # Two threads may both make one; setdefault is atomic and lets the first win for both.
-            return self._made.setdefault(here, self._make())
+            return self._made.setdefault((_generation, os.getpid()), self._make())
 
     @property
     def made(self) -> T | None:
         """The value, or None when this process has not asked for it yet."""
-        return self._made.get(_here())
+        return self._made.get((_generation, os.getpid()))

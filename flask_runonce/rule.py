@@ -121,7 +121,7 @@ def begin(seen: Seen, request: Request) -> Move:
 def finish(seen: Seen, run: str, outcome: Outcome, response: SavedResponse | None = None) -> Move:
     """The run `run` has ended; `response` is what to keep of it (None when the outcome is unknown)."""
     record = seen.record
-    if record and record.state is State.DONE and (record.run, record.outcome) == (run, outcome):
+    if record and record.run == run and record.outcome is outcome:
         return Move(Do.SAVED)  # the save that this one repeats did arrive; only its reply was lost
     if record is None or not _ours(record, run):
         return Move(Do.GONE)
@@ -173,7 +173,10 @@ def _claim(request: Request) -> Record:
 
 
 def _end(record: Record, outcome: Outcome, response: SavedResponse | None = None) -> Record:
-    return record._replace(state=State.DONE, outcome=outcome, response=response, finished_at=NOW, owed=False)
+    key, _, run, owner, fingerprint, found, _, again, *_ = record
+    return Record(
+        key, State.DONE, run, owner, fingerprint, found, False, again, outcome, response, record.created_at, NOW
+    )
 
 
 def _canceled(key: CallKey) -> Record:

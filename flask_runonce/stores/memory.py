@@ -68,9 +68,10 @@ class MemoryStore:
             state.tidy(_TIDY, now)
             entry = state.find(key, now)
             if (entry.version if entry else "") != seen or if_lost:  # nothing is ever lost here
-                if entry:
-                    entry = state.touch(key, entry, now + forget_after, repeat)
-                return Swapped(False, _seen(entry, now))
+                if entry is None:
+                    return Swapped(False, _seen(None, now))
+                state.touch(key, entry, now + forget_after, repeat)
+                return Swapped(False, Seen(entry.record, entry.version, now, None, entry.repeats + repeat))
             if new is None:
                 state.drop(key)
                 changed = None
@@ -175,14 +176,11 @@ class _State:
             return None
         return entry
 
-    def touch(self, key: CallKey, entry: _Entry, until: float, repeat: bool) -> _Entry:
-        record, version, repeats, size, _ = entry
-        if record.state is State.RUNNING:
-            self.running[key] = touched = _Entry(record, version, repeats + repeat, size, math.inf)
+    def touch(self, key: CallKey, entry: _Entry, until: float, repeat: bool) -> None:
+        if entry.record.state is State.RUNNING:
+            self.running[key] = entry._replace(repeats=entry.repeats + repeat)
         else:
-            touched = _Entry(record, version, repeats + repeat, size, until)
-            self.finished.put(key, touched)
-        return touched
+            self.finished.touch(key, until, repeat)
 
     def put(self, key: CallKey, entry: _Entry, old: _Entry | None, now: float) -> None:
         """Keep `entry` in the place of `old`. Raises `StoreFull`; then nothing has changed but what was forgotten."""
@@ -244,6 +242,16 @@ class _IdleOrder:
         if self._oldest and self._oldest[0] == key:
             self._oldest = None
         self._cache[tuple(key)] = _packed(entry)
+
+    def touch(self, key: _Key, until: float, repeat: bool) -> None:
+        """Make the entry the newest. It is not unpacked for that: a repeat has done so once."""
+        if self._oldest and self._oldest[0] == key:
+            key, packed = self._oldest
+            self._oldest = None
+        else:
+            packed = Cache.__getitem__(self._cache, key)
+        _, version, repeats, *more = packed
+        self._cache[tuple(key)] = (until, version, repeats + repeat, *more)
 
     def drop(self, key: _Key) -> _Entry | None:
         if self._oldest and self._oldest[0] == key:
