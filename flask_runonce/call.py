@@ -20,10 +20,10 @@ class Call:
     key: CallKey
     """What names the call."""
 
-    def __init__(self, claim: Claim, result_budget: int | None = None) -> None:
+    def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.key = claim.record.key
-        self.result_budget = result_budget
+        self.result_budget: int | None = None
         self.released = False
         self.ended = False
         self.process = os.getpid()
