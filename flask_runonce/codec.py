@@ -12,6 +12,8 @@ from .record import CallKey, Found, Outcome, Record, SavedResponse, State
 
 VERSION = 1
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def encode(record: Record) -> tuple[bytes, bytes]:
     """The facts of `record` as JSON bytes, and the body of its response (b"" without one)."""
@@ -29,7 +31,7 @@ def encode(record: Record) -> tuple[bytes, bytes]:
         record.outcome and record.outcome.value,
         response and [response.status, response.headers],
     ]
-    return json.dumps(facts, separators=(",", ":")).encode(), response.body if response else b""
+    return _to_json(facts).encode(), response.body if response else b""
 
 
 def decode(facts: bytes, body: bytes, *, created_at: float, finished_at: float | None) -> Record:

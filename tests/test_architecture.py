@@ -20,7 +20,7 @@ ROOT = Path(flask_runonce.__file__).parent
 LAYERS = [
     {"errors", "record", "process", "budget", "fingerprint"},
     {"rule", "codec", "keys", "signals", "call", "problems", "stores.protocol"},
-    {"settings", "capture", "stores.memory", "stores.sql", "stores.database", "stores.engines"},
+    {"settings", "capture", "stores.memory", "stores.sql", "stores.statements", "stores.database", "stores.engines"},
     {"stores.redis", "stores.redis_scripts", "keeper"},
     {"stores"},
     {"runner"},
@@ -36,7 +36,7 @@ LAYERS = [
 STORES = {name for layer in LAYERS for name in layer if name.split(".")[0] == "stores"}
 FLASK = {"blueprint", "cli", "extension"}
 DRIVERS = {
-    "sqlalchemy": {"stores.sql", "stores.database", "stores.engines"},
+    "sqlalchemy": {"stores.sql", "stores.statements", "stores.database", "stores.engines"},
     "redis": {"stores.redis"},
     "httpx": set[str](),
     "flask": FLASK,

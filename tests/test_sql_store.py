@@ -273,6 +273,20 @@ def test_a_file_that_stays_locked_is_unavailable_until_it_is_free(file: Path, mo
         assert swap(store, claimed.version, done()).done
 
 
+def test_no_thread_waits_for_a_connection_to_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of more threads than the pool keeps connections holds one, and none lets go before all have one."""
+    monkeypatch.setattr(engines, "LIMIT", 0)  # whoever had to wait would give up at once
+    with contextlib.closing(SQLStore(f"sqlite:///{file}")) as store:
+        store.age()
+        threads = 30
+        all_have_one = threading.Barrier(threads)
+
+        def hold() -> int:
+            return store._db.do(lambda connection: all_have_one.wait(LIMIT))
+
+        assert sorted(together(*[hold] * threads)) == list(range(threads))
+
+
 # Connections.
 
 

@@ -47,6 +47,7 @@ class Database:
         self._backend = url.get_backend_name()
         self._checked: sa.Engine | None = None
         self._clock = time.time
+        self.now = self._now()
         self._tables = sa.MetaData()
         text = sa.String(255).with_variant(mysql.VARCHAR(255, collation="utf8mb4_bin"), "mysql", "mariadb")
         data = sa.LargeBinary(2**32 - 1)  # MySQL's BLOB alone ends at 64 KiB
@@ -106,14 +107,6 @@ class Database:
             reason = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
             raise StoreUnavailable(f"The SQL store cannot be used: {reason}") from error
 
-    def now(self) -> Time:
-        """The store's clock in Unix seconds: the server's, whatever the session's time zone; SQLite's is its host's."""
-        if self._backend == "sqlite":
-            return sa.literal(self._clock(), sa.Double)
-        if self._backend == "postgresql":
-            return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
-        return sa.literal_column("(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6)", sa.Double())
-
     def insert(
         self, table: sa.Table, values: Row, touch: Row | None = None, where: Condition | None = None
     ) -> sa.Insert:
@@ -131,22 +124,23 @@ class Database:
         upsert: sa.Insert = statement.on_conflict_do_update(index_elements=["digest"], set_=changed, where=where)
         return upsert
 
-    def write(self, connection: sa.Connection, statement: sa.Insert | sa.Update, *written: Condition) -> Sequence[Any]:
-        """Do `statement` on the calls and give the rows as it left them, with the time as `now`.
-
-        `written` finds them again in a database that cannot return them.
-        """
-        columns = (*self.calls.c, self.now().label("now"))
-        if connection.dialect.update_returning:
-            return connection.execute(statement.returning(*columns)).all()
-        connection.execute(statement)
-        return connection.execute(sa.select(*columns).where(*written)).all()
+    def write(self, statement: sa.Insert | sa.Update, *written: Condition) -> Write:
+        """`statement` on the calls, as one that gives the rows as it left them. `written` finds them again."""
+        return Write(statement, (*self.calls.c, self.now.label("now")), written)
 
     def close(self) -> None:
         """Close this process's connections. The next verb opens new ones."""
         engine = self._engine.made
         if engine:
             engine.dispose()
+
+    def _now(self) -> Time:
+        """The store's clock in Unix seconds: the server's, whatever the session's time zone; SQLite's is its host's."""
+        if self._backend == "sqlite":
+            return sa.bindparam("now", callable_=lambda: self._clock(), type_=sa.Double())  # read at each execution
+        if self._backend == "postgresql":
+            return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Double)
+        return sa.literal_column("(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6)", sa.Double())
 
     def _attempt(self, engine: sa.Engine, work: Callable[[sa.Connection], T], whole: bool) -> T:
         if self._checked is not engine:
@@ -191,11 +185,33 @@ class Database:
                 # The version first: MySQL keeps each step, and one that dies halfway must leave what the next can use.
                 self.meta.create(connection, checkfirst=True)
                 if connection.scalar(sa.select(self.meta.c.version)) is None:
-                    connection.execute(self.meta.insert().values(id=1, version=VERSION, since=self.now()))
+                    connection.execute(self.meta.insert().values(id=1, version=VERSION, since=self.now))
                 self._tables.create_all(connection)
         finally:
             if self._backend in ("mysql", "mariadb"):
                 connection.execute(sa.select(sa.func.release_lock(lock)))
+
+
+class Write:
+    """A statement that writes calls and gives each row as it left it, with the time as `now`."""
+
+    def __init__(
+        self, statement: sa.Insert | sa.Update, columns: Sequence[sa.ColumnElement[Any]], written: Sequence[Condition]
+    ) -> None:
+        self._returning = statement.returning(*columns)
+        self._silent = statement
+        self._look = sa.select(*columns).where(*written)
+
+    def rows(self, connection: sa.Connection, values: Row) -> Sequence[Any]:
+        if connection.dialect.update_returning:
+            return connection.execute(self._returning, values).all()
+        connection.execute(self._silent, values)
+        return connection.execute(self._look, values).all()
+
+    def row(self, connection: sa.Connection, values: Row) -> Any:
+        """The row, or None where there was nothing to write."""
+        rows = self.rows(connection, values)
+        return rows[0] if rows else None
 
 
 def _is_deadlock(error: DBAPIError) -> bool:

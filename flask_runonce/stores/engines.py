@@ -63,6 +63,7 @@ def open_engine(url: URL) -> Engine:
     limits: dict[str, Any] = {}
     if backend == "sqlite":
         limits = {"timeout": BUSY}
+        options["max_overflow"] = -1  # a connection is cheap: nobody needs to wait for one, or to fail without
     elif backend == "postgresql" and url.get_driver_name() in ("psycopg", "psycopg2"):
         limits = {"connect_timeout": LIMIT, "options": f"-c statement_timeout={LIMIT}s"}
     elif backend in ("mysql", "mariadb"):
@@ -94,6 +95,7 @@ def _wrong(problem: str) -> ConfigError:
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # no BEGIN before a statement that stands alone; SQLite commits it by itself
     cursor = connection.cursor()
     deadline = time.monotonic() + BUSY
     while True:
