@@ -69,7 +69,7 @@ class RedisStore:
             self._client = PerProcess(lambda: url_or_client)
 
     def read(self, key: CallKey) -> Seen:
-        (reply,) = self._run(_look(self._name(key)))
+        (reply,) = self._run(_look(self._name(key.digest)))
         return _seen(_checked(reply))
 
     def swap(
@@ -83,12 +83,12 @@ class RedisStore:
         if_lost: bool = False,
         repeat: bool = False,
     ) -> Swapped:
+        digest = key.digest
         version = "" if new is None else secrets.token_hex(8)
-        swap = ("EVALSHA", SWAP.sha, 1, self._name(key), seen, version, int(if_lost), int(repeat), forget_after)
-        arguments = _arguments(new, lease)
-        commands: list[_Command] = [(*swap, *arguments)]
+        swap = ("EVALSHA", SWAP.sha, 1, self._name(digest), seen, version, int(if_lost), int(repeat), forget_after)
+        commands: list[_Command] = [(*swap, *_arguments(new, lease))]
         if new is not None:
-            commands.append(self._note(key, forget_after + (lease or 0)))
+            commands.append(self._note(key, digest, forget_after + (lease or 0)))
         if not seen:
             commands.append(("SET", f"{self._prefix}:since", 1, "EX", _ERA, "NX"))
         reply = _checked(self._run(*commands)[0])
@@ -96,14 +96,14 @@ class RedisStore:
             return Swapped(False, _seen(reply))
         if new is None:
             return Swapped(True, Seen(None, "", float(reply[0])))
-        return Swapped(True, _seen([*reply, *arguments[-2:]]))
+        return Swapped(True, _seen(reply, new))
 
     def renew(self, claims: Sequence[Claim], *, forget_after: float, lease: float) -> Renewed:
         commands: list[_Command] = []
         for claim in claims:
-            name = self._name(claim.key)
-            commands.append(("EVALSHA", RENEW.sha, 1, name, claim.run, forget_after, lease))
-            commands.append(self._note(claim.key, forget_after + lease))
+            digest = claim.key.digest
+            commands.append(("EVALSHA", RENEW.sha, 1, self._name(digest), claim.run, forget_after, lease))
+            commands.append(self._note(claim.key, digest, forget_after + lease))
         answers = dict(zip((claim.run for claim in claims), map(_checked, self._run(*commands)[::2]), strict=True))
         return Renewed(
             canceled=frozenset(run for run, answer in answers.items() if answer == b"1"),
@@ -114,7 +114,7 @@ class RedisStore:
         left = timeout
         deadline = time.monotonic() + timeout
         with _unavailable(), self._client().pubsub() as pubsub:  # type: ignore[no-untyped-call]
-            pubsub.subscribe(self._name(key))
+            pubsub.subscribe(self._name(key.digest))
             while True:
                 # The first message says that we are subscribed: no change after the first look goes unheard.
                 pubsub.get_message(timeout=max(0.0, min(left, _POLL)))
@@ -148,20 +148,20 @@ class RedisStore:
         if self._owned and (client := self._client.made):
             client.close()
 
-    def _name(self, key: CallKey) -> str:
-        return f"{self._prefix}:{{{key.digest}}}"
+    def _name(self, digest: str) -> str:
+        return f"{self._prefix}:{{{digest}}}"
 
     def _chat(self, scope: str, chat_id: str) -> str:
         return f"{self._prefix}:chat:{{{CallKey(scope, chat_id, '').digest}}}"
 
-    def _note(self, key: CallKey, idle: float) -> _Command:
-        return ("EVALSHA", NOTE.sha, 1, self._chat(key.scope, key.chat_id), key.digest, idle)
+    def _note(self, key: CallKey, digest: str, idle: float) -> _Command:
+        return ("EVALSHA", NOTE.sha, 1, self._chat(key.scope, key.chat_id), digest, idle)
 
     def _names(self, scope: str | None, chat_id: str | None) -> Sequence[str]:
         """Where the records of a scope and chat are: on the chat's list, else wherever in Redis."""
         if scope is not None and chat_id is not None:
             (digests,) = map(_checked, self._run(("ZRANGE", self._chat(scope, chat_id), 0, -1)))
-            return [f"{self._prefix}:{{{digest.decode()}}}" for digest in digests]
+            return [self._name(digest.decode()) for digest in digests]
         pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix) + ":{*}"
         with _unavailable():
             names = set(self._client().scan_iter(match=pattern, count=1000))
@@ -172,11 +172,11 @@ class RedisStore:
         client = self._client()
         with _unavailable():
             replies = _send(client, commands)
-            unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-            # Sent in full, a script is run and also known from then on.
-            in_full = [("EVAL", TEXTS[commands[n][1]], *commands[n][2:]) for n in unknown]
-            for n, reply in zip(unknown, _send(client, in_full), strict=True):
-                replies[n] = reply
+            if unknown := [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]:
+                # Sent in full, a script is run and also known from then on.
+                in_full = [("EVAL", TEXTS[commands[n][1]], *commands[n][2:]) for n in unknown]
+                for n, reply in zip(unknown, _send(client, in_full), strict=True):
+                    replies[n] = reply
         if next(self._first, False):
             _warn_if_evicting(client)
         return replies
@@ -214,13 +214,17 @@ def _arguments(new: Record | None, lease: float | None) -> Sequence[Any]:
     return (lasts, new.run if running else "", int(bool(new.found)), *times, *encode(new))
 
 
-def _seen(reply: Sequence[Any]) -> Seen:
-    now, _, version, lease, repeats, created, finished, facts, body = reply
+def _seen(reply: Sequence[Any], put: Record | None = None) -> Seen:
+    """What a script's answer says is there: the record `put`, or the one that the answer carries."""
+    now, _, version, lease, repeats, created, finished, *stored = reply
     if version is None:
         return Seen(None, "", float(now))
     try:
         created_at, finished_at = float(created), float(finished) if finished else None
-        record = decode(facts, body, created_at=created_at, finished_at=finished_at)
+        if put:
+            record = put._replace(created_at=created_at, finished_at=finished_at)
+        else:
+            record = decode(*stored, created_at=created_at, finished_at=finished_at)
         return Seen(record, version.decode(), float(now), float(lease) if lease else None, int(repeats))
     except (TypeError, ValueError) as error:
         raise UnreadableRecord(f"A stored record cannot be read: {error}") from error
