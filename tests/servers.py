@@ -48,7 +48,7 @@ SERVERS: Mapping[str, Sequence[str]] = {
 
 _MISSING = {
     "uWSGI": ("pyuwsgi", "uWSGI is not installed on this Python: it comes with pyuwsgi"),
-    "mod_wsgi": ("mod_wsgi", "mod_wsgi is not installed on this Python: it has no wheel, and tox builds it for one"),
+    "mod_wsgi": ("mod_wsgi", "mod_wsgi is not here: tox builds it where apxs is (apt-get install apache2-bin apache2-dev)"),
 }
 
 
@@ -137,12 +137,15 @@ def serve(server: str, app: str, *options: str, log: Path, env: Mapping[str, str
 
 
 def _prefix(server: str) -> Sequence[str]:
-    """What stands before the interpreter. Apache serves no page as root, and may have to read what is root's."""
+    """What stands before the interpreter. Apache serves no page as root, and may have to read what is root's.
+
+    It also asks before it reads: only with this bit is access(2) told the same as open(2).
+    """
     if server != "mod_wsgi" or os.getuid():
         return ()
     capabilities = "+dac_override"
     return (
-        *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+        *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--securebits=+no_setuid_fixup"),
         *(f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", "--"),
     )
 
