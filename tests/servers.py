@@ -48,7 +48,7 @@ SERVERS: Mapping[str, Sequence[str]] = {
 
 _MISSING = {
     "uWSGI": ("pyuwsgi", "uWSGI is not installed on this Python: it comes with pyuwsgi"),
-    "mod_wsgi": ("mod_wsgi", "mod_wsgi is not here: tox builds it where apxs is (apt-get install apache2-bin apache2-dev)"),
+    "mod_wsgi": ("mod_wsgi", "mod_wsgi is not installed: tox does it where apxs is (Debian: apache2-bin, apache2-dev)"),
 }
 
 
