@@ -90,6 +90,27 @@ class TestSQLite(SQLContract):
         return f"sqlite:///{tmp_path / 'runonce.db'}"
 
 
+class TestSQLiteWithoutReturning(TestSQLite):
+    """As it was before 3.35. Also the way of MySQL and MariaDB, on which these tests seldom run."""
+
+    @pytest.fixture
+    def store(self, url: str) -> Iterator[Store]:
+        yield from _without_returning(url)
+
+    @pytest.fixture
+    def other(self, url: str) -> Iterator[Store]:
+        yield from _without_returning(url)
+
+
+def _without_returning(url: str) -> Iterator[Store]:
+    engine = create_engine(url)
+    engine.dialect.update_returning = False
+    store = SQLStore(engine)
+    yield store
+    store.close()
+    engine.dispose()
+
+
 class TestPostgreSQL(SQLContract, OwnClockContract):
     @pytest.fixture
     def url(self, postgres_server: PostgresServer) -> str:

@@ -95,7 +95,6 @@ def _wrong(problem: str) -> ConfigError:
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # no BEGIN before a statement that stands alone; SQLite commits it by itself
     cursor = connection.cursor()
     deadline = time.monotonic() + BUSY
     while True:
