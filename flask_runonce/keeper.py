@@ -11,10 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .call import Call
 from .errors import StoreError
 from .process import PerProcess
+from .record import CallKey
 from .signals import log, logger
 from .stores.protocol import Store
 
@@ -42,10 +44,13 @@ class Keeper:
         """The run has ended: its lease may end."""
         self._work().calls.pop(run, None)
 
-    def again(self, job: Callable[[], None]) -> None:
-        """Do `job` until it raises no `StoreError`, or until a lease has passed and it can change nothing any more."""
+    def again(self, do: Callable[[], None], key: CallKey, what: str) -> None:
+        """Do it until it raises no `StoreError`, or until a lease has passed and it can change nothing any more.
+
+        The log says `what` could not be saved then: "The end of a run", or the like.
+        """
         work = self._work()
-        work.jobs.append((job, time.monotonic() + self._lease))
+        work.jobs.append(_Job(do, key, what, time.monotonic() + self._lease))
         self._wake(work)
 
     def _wake(self, work: _Work) -> None:
@@ -89,21 +94,28 @@ class Keeper:
 
     def _try_again(self, work: _Work) -> None:
         for _ in range(len(work.jobs)):
-            job, deadline = work.jobs.popleft()
+            job = work.jobs.popleft()
             try:
-                job()
+                job.do()
             except StoreError as error:
-                if time.monotonic() < deadline:
-                    work.jobs.append((job, deadline))
+                if time.monotonic() < job.deadline:
+                    work.jobs.append(job)
                 else:
-                    logger.error("The end of a run could not be saved before its lease ended: %s", error)
+                    log(logging.ERROR, job.key, f"{job.what} could not be saved before its lease ended:", error)
             except BaseException:
-                logger.exception("The end of a run could not be saved.")
+                log(logging.ERROR, job.key, f"{job.what} could not be saved.", exc_info=True)
+
+
+class _Job(NamedTuple):
+    do: Callable[[], None]
+    key: CallKey
+    what: str
+    deadline: float
 
 
 class _Work:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
-        self.jobs: collections.deque[tuple[Callable[[], None], float]] = collections.deque()
+        self.jobs: collections.deque[_Job] = collections.deque()
         self.wake = threading.Event()
         self.first = iter((True,))  # gives True once, to one thread

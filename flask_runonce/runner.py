@@ -67,7 +67,7 @@ class Runner:
         except StoreError as error:
             if isinstance(error, StoreUnavailable) and self._keeper:
                 # The claim may have been written, and only the reply lost. No handler has started: give it back.
-                self._keeper.again(functools.partial(self._give_back, key, request.run))
+                self._keeper.again(functools.partial(self._give_back, key, request.run), key, "The release of a claim")
             signals.log(logging.WARNING, key, "The store cannot answer:", error)
             outcome = store_problem(error)
         if isinstance(outcome, Call):
@@ -226,7 +226,7 @@ class Runner:
         except StoreError as error:
             signals.log(logging.WARNING, call.key, "The end of a run could not be saved yet:", error)
             if self._keeper:
-                self._keeper.again(functools.partial(self._settle, end))
+                self._keeper.again(functools.partial(self._settle, end), call.key, "The end of a run")
 
     def _settle(self, end: _End) -> None:
         while True:

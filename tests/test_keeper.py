@@ -23,6 +23,7 @@ from tests.plain_app import AT_ONCE, LIMIT, TEXT, Environ, LeasedStore, Site, an
 
 FORGET, LEASE = 3600.0, 30.0
 KEY = CallKey("", "chat-1", "call-1")
+WHAT = "The end of a run"
 
 
 class Beat:
@@ -306,7 +307,7 @@ def test_a_renewal_that_fails_is_logged_and_tried_again(
 
 def test_a_job_is_done_once(beat: Beat, store: Store) -> None:
     done = []
-    keeper_of(store).again(lambda: done.append(1))
+    keeper_of(store).again(lambda: done.append(1), KEY, WHAT)
     beat.round()
     assert done == [1]
     assert beat.at_rest
@@ -321,7 +322,7 @@ def test_a_job_is_tried_again_while_the_store_cannot(beat: Beat, store: Store) -
         if len(tries) < 4:
             raise (StoreUnavailable if len(tries) % 2 else StoreFull)("not yet")
 
-    keeper_of(store).again(job)
+    keeper_of(store).again(job, KEY, WHAT)
     beat.round(4)
     assert tries == [0.5, 1.0, 1.5, 2.0]
     assert beat.at_rest
@@ -334,13 +335,15 @@ def test_a_job_is_given_up_when_a_lease_has_passed(beat: Beat, store: Store, cap
         tries.append(beat.now)
         raise StoreUnavailable("nobody answers at db-7")
 
-    keeper_of(store, lease=2).again(job)
+    keeper_of(store, lease=2).again(job, KEY, WHAT)
     beat.round(4)
     assert tries == [0.5, 1.0, 1.5, 2.0]
     assert beat.at_rest
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 1
-    assert "nobody answers at db-7" in errors[0].getMessage()
+    assert [error.getMessage() for error in errors] == [
+        "The end of a run could not be saved before its lease ended: nobody answers at db-7"
+    ]
+    assert (errors[0].chat_id, errors[0].tool_call_id) == ("chat-1", "call-1")
 
 
 def test_a_job_that_fails_takes_no_other_along(beat: Beat, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,19 +353,21 @@ def test_a_job_that_fails_takes_no_other_along(beat: Beat, store: Store, caplog:
         raise ValueError("a bug")
 
     kept = keeper_of(store)
-    kept.again(broken)
-    kept.again(lambda: done.append(1))
+    kept.again(broken, KEY, WHAT)
+    kept.again(lambda: done.append(1), KEY, WHAT)
     beat.round()
     if not beat.at_rest:
         beat.round()
     assert done == [1]
-    assert any(record.exc_info for record in caplog.records)
+    assert [(record.getMessage().strip(), record.tool_call_id) for record in caplog.records if record.exc_info] == [
+        ("The end of a run could not be saved.", "call-1")
+    ]
 
 
 def test_a_job_that_a_job_asks_for_is_done_next(beat: Beat, store: Store) -> None:
     done: list[int] = []
     kept = keeper_of(store)
-    kept.again(lambda: kept.again(lambda: done.append(1)))
+    kept.again(lambda: kept.again(lambda: done.append(1), KEY, WHAT), KEY, WHAT)
     beat.round()
     assert done == []
     beat.round()
@@ -384,13 +389,13 @@ def test_no_job_is_lost_at_whatever_moment_it_comes(beat: Beat, store: Store) ->
         if event == "opcode" and beat.slept and moment not in moments:
             moments.add(moment)
             handed.append(moment)
-            kept.again(lambda: done.append(moment))
+            kept.again(lambda: done.append(moment), KEY, WHAT)
         return trace
 
     before = threading.gettrace()
     threading.settrace(trace)
     try:
-        kept.again(lambda: None)  # starts the thread
+        kept.again(lambda: None, KEY, WHAT)  # starts the thread
     finally:
         threading.settrace(before)  # type: ignore[arg-type]
     for _ in range(100):
@@ -553,6 +558,23 @@ def test_a_claim_is_given_back_although_the_store_stays_away_for_a_while(beat: B
     store.away = {}
     beat.round()
     assert store.read(KEY).record is None
+
+
+def test_a_claim_that_could_not_be_given_back_is_no_end_of_a_run(beat: Beat, caplog: pytest.LogCaptureFixture) -> None:
+    store = Unreliable()
+    site = Site(answer(), store=store, config={**AT_ONCE, "RUNONCE_LEASE": 2})
+    store.away = {State.RUNNING: "after", None: "before"}
+    assert site.call().json["code"] == "store_unavailable"
+    beat.round(4)
+    assert beat.at_rest
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [(error.getMessage(), error.tool_call_id) for error in errors] == [
+        ("The release of a claim could not be saved before its lease ended: on purpose", "call-1")
+    ]
+    store.away = {}
+    store.dead = True
+    assert site.call().json["code"] == "outcome_unknown"
+    assert site.runs == 0
 
 
 def test_a_cancel_in_another_process_reaches_the_handler(beat: Beat) -> None:
