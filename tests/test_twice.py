@@ -108,6 +108,18 @@ def idle_time() -> int:
     return orders.send_around(lambda: orders.pass_time(3601))
 
 
+def a_clock_set_far_forward() -> int:
+    def order() -> str:
+        if orders.runs == 1:
+            orders.pass_time(3600 + 31)
+            assert orders.send() == (200, "")
+        return ""
+
+    orders = Orders("a.db", during=order)
+    orders.send()
+    return orders.runs
+
+
 def data_lost() -> int:
     services = [Orders("a.db"), Orders("b.db")]  # the second is what the first finds, were its file gone
     assert [service.send() for service in services] == [(200, "")] * 2
@@ -217,6 +229,45 @@ def store_out_of_sight() -> int:
     return orders.runs + another_process.runs
 
 
+def a_late_claim() -> int:
+    late: list[Callable[[], Any]] = []
+    given_back = threading.Event()
+
+    def into_the_network(*args: Any, **options: Any) -> Any:
+        late.append(lambda: swap(*args, **options))
+        raise errors.StoreUnavailable("no reply")
+
+    def find_nothing_to_give_back(key: CallKey) -> Any:
+        seen = read(key)
+        given_back.set()
+        return seen
+
+    orders = Orders("a.db", wait_timeout=0)
+    swap, orders.store.swap = orders.store.swap, into_the_network
+    read, orders.store.read = orders.store.read, find_nothing_to_give_back
+    assert orders.send() == (503, "store_unavailable")
+    assert given_back.wait(LIMIT)
+    orders.store.swap = swap
+    late.pop()()
+    assert orders.send() == (409, "still_running")
+    orders.pass_time(31)
+    assert orders.send() == (500, "outcome_unknown")
+    assert orders.runs == 0
+    orders.send("a-new-id")
+    return orders.runs
+
+
+def a_clock_set_forward() -> int:
+    def order() -> str:
+        another_process.pass_time(31)
+        assert another_process.send() == (500, "outcome_unknown")
+        return ""
+
+    orders, another_process = Orders("a.db", during=order), Orders("a.db")
+    assert orders.send() == (200, "")
+    return orders.runs + another_process.runs
+
+
 def canceled() -> int:
     orders = Orders()
     runs = orders.send_around(orders.cancel)
@@ -241,6 +292,7 @@ CAN = {
     '`on_lost="rerun"`': on_lost_rerun,
     "somebody forgot the call": somebody_forgets,
     "the idle time is over": idle_time,
+    "the host's clock is set forward, on SQLite": a_clock_set_far_forward,
     "the store lost its data": data_lost,
     "the memory store's process was restarted": restart,
     "several processes have a store each": several_stores,
@@ -254,6 +306,8 @@ CANNOT = {
     "the process is killed": the_process_is_killed,
     "the store cannot be reached": no_store,
     "the store is lost from sight during the run": store_out_of_sight,
+    "the network delivers a claim to the store after all, when it was already given back": a_late_claim,
+    "the host's clock is set by less than the forget time, on SQLite": a_clock_set_forward,
     "the call is canceled, and sent again": canceled,
     "the call was canceled, and its handler releases it": canceled_and_released,
 }
