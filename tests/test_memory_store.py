@@ -349,16 +349,17 @@ def test_the_one_that_is_next_to_go_can_be_dropped(timer: Timer) -> None:
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["finish", "touch", "drop", "cancel"]), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["finish", "touch", "drop", "cancel"]), st.integers(0, 2)),
         st.tuples(st.just("later"), st.integers(1, 60)),
         st.tuples(st.sampled_from(["list", "look", "tidy"]), st.just(0)),
     ),
+    min_size=10,  # of its own accord it makes short ones, in which little happens
     max_size=40,
 )
 
 
 @given(steps)
-@steady
+@settings(steady, max_examples=300)
 def test_a_record_stays_for_its_idle_time_whatever_else_happens(todo: list[tuple[str, int]]) -> None:
     timer = Timer()
     store = MemoryStore(max_bytes=SMALL, timer=timer)
@@ -387,7 +388,7 @@ def test_a_record_stays_for_its_idle_time_whatever_else_happens(todo: list[tuple
             touch_nothing(store)
         until = {key: end for key, end in until.items() if end > timer.now}
         assert {record_of(row).key for row in store.list().rows} == until.keys()
-    assert {key for key in map(key_of, range(5)) if store.read(key).record} == until.keys()
+    assert {key for key in map(key_of, range(3)) if store.read(key).record} == until.keys()
     timer.now += FORGET
     store.purge()
     assert room(store) == room(MemoryStore(max_bytes=SMALL))
