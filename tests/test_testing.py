@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import flask
 import pytest
 from flask import Flask, request
 from markdown_it import MarkdownIt
@@ -675,13 +676,45 @@ def test_a_view_that_releases_its_run(shop: Shop) -> None:
         assert_runs_once(shop.app, "POST", "/released")
 
 
+NOT_LET_IN = "was not let in: log in with a RunOnceTestApp and give that as `app`, or send .* in `headers`$"
+
+
+@pytest.mark.parametrize("options", [{}, {"status": 201}])
+@pytest.mark.parametrize("refusal", [401, 403])
+def test_a_request_that_is_not_let_in(shop: Shop, refusal: int, options: dict[str, Any]) -> None:
+    """Nothing of the kit is wrong then, and nothing of the view: the credentials are missing."""
+    shop.app.before_request(lambda: None if "Authorization" in request.headers else flask.abort(refusal))
+    with pytest.raises(AssertionError, match=rf"answered {refusal} .*\. The request {NOT_LET_IN}"):
+        assert_runs_once(shop.app, "POST", "/orders", **options)
+    headers = {"Authorization": "Bearer ada"}
+    assert_runs_once(shop.app, "POST", "/orders", headers=headers, effects=shop.count, **options)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_request_that_is_sent_to_the_login(shop: Shop, counts: bool) -> None:
+    """Its redirect is a success, so the check goes on until there is no repeat, or no effect."""
+
+    @shop.app.post("/login")
+    def login() -> str:
+        flask.session["user"] = "ada"
+        return "welcome"
+
+    shop.app.secret_key = "a secret"
+    shop.app.before_request(lambda: None if flask.session or request.path == "/login" else flask.redirect("/login"))
+    client, effects = RunOnceTestApp(shop.app), shop.count if counts else None
+    with pytest.raises(AssertionError, match=rf"sent to .*/login\. If that is the login, it {NOT_LET_IN}"):
+        assert_runs_once(client, "POST", "/orders", effects=effects)
+    client.post("/login")
+    assert_runs_once(client, "POST", "/orders", effects=effects)
+
+
 def test_a_guard_that_refuses_the_cancel(shop: Shop) -> None:
     def guard(environ: dict[str, Any]) -> None:
         if "HTTP_X_USER" not in environ:
             raise Unauthorized
 
     shop = Shop(guard=guard)
-    with pytest.raises(AssertionError, match="the cancel of a call that had run, .*, was answered 401 UNAUTHORIZED"):
+    with pytest.raises(AssertionError, match="the cancel of a call that had run, .* 401 UNAUTHORIZED .* not let in"):
         assert_runs_once(shop.app, "POST", "/orders")
     assert_runs_once(shop.app, "POST", "/orders", headers={"X-User": "ada"})
     assert_runs_once(shop.app, "POST", "/orders", extra_environ={"HTTP_X_USER": "ada"})

@@ -97,12 +97,18 @@ class _Check:
         if _is_replayed(first):
             raise _Broken("the first request of a new call was answered as a repeat: does the key tell calls apart?")
         if status is None and first.status_int >= 400:
-            raise _Broken(f"the first request was answered {_told(first)}; if that is its answer, say so by `status`")
+            raise _Broken(
+                f"the first request was answered {_told(first)}; if that is its answer, say so by `status`"
+                + _advice(first)
+            )
         if status is not None and first.status_int != status:
-            raise _Broken(f"the first request was answered {_told(first)}, not {status}")
+            raise _Broken(f"the first request was answered {_told(first)}, not {status}{_advice(first)}")
         self._acts_per_run = self._acts() - before
         if self._effects and self._acts_per_run < 1:
-            raise _Broken("the first request did nothing that `effects` counts, so a second run would not be noticed")
+            raise _Broken(
+                "the first request did nothing that `effects` counts, so a second run would not be noticed"
+                + _advice(first)
+            )
         self._expect_same(first, self._send(tool_call=call), "the repeat")
         self._expect_acts(before + self._acts_per_run, "the repeat")
         return call, first
@@ -155,7 +161,7 @@ class _Check:
         answer = self._cancel(call)
         facts = _json_object(answer)
         if answer.status_int != 200 or "received" not in facts:
-            raise _Broken(f"the cancel of {what}, {answer.request.path}, was answered {_told(answer)}")
+            raise _Broken(f"the cancel of {what}, {answer.request.path}, was answered {_told(answer)}{_advice(answer)}")
         return facts
 
     def _expect_canceled(self, call: str, what: str) -> None:
@@ -169,7 +175,7 @@ class _Check:
         if not _is_replayed(answer):
             raise _Broken(
                 f"{what} was not answered from the record, so the handler ran again: the answer {_told(answer)} has no "
-                "Idempotent-Replayed header. Is the view decorated with once, below its route?"
+                f"Idempotent-Replayed header. Is the view decorated with once, below its route?{_advice(answer)}"
             )
         if answer.status != first.status:
             raise _Broken(f"{what} was answered {answer.status}, the run {first.status}")
@@ -216,6 +222,20 @@ def _told(answer: TestResponse) -> str:
     code = _code(answer)
     said = f"{code}: {answer.json.get('detail')}" if code else repr(answer.body[:200])
     return f"{answer.status} ({said})"
+
+
+def _advice(answer: TestResponse) -> str:
+    """What to do about an answer as a login gives it to a stranger; nothing for any other."""
+    if answer.status_int in (401, 403, 407):
+        said = "The request was not let in"
+    elif 300 <= answer.status_int < 400 and answer.location:
+        said = f"The request was sent to {answer.location}. If that is the login, it was not let in"
+    else:
+        return ""
+    return (
+        f". {said}: log in with a RunOnceTestApp and give that as `app`, or send what the app wants (a token, "
+        "`Authorization`) in `headers`"
+    )
 
 
 def _json_object(answer: TestResponse) -> dict[str, Any]:
