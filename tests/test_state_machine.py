@@ -177,4 +177,6 @@ class RunOnceMachine(RuleBasedStateMachine):
 
 
 TestRunOnce = RunOnceMachine.TestCase
-TestRunOnce.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+TestRunOnce.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
