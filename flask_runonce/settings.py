@@ -19,6 +19,7 @@ MIDDLEWARE_RELEASE_STATUSES = frozenset({401, 407, 425, 429})
 
 _PREFIX = "RUNONCE_"
 _TOKEN = re.compile(r"[!#$%&'*+.^`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2, without "_": WSGI cannot tell it from "-"
+_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")  # RFC 3986, section 3.3: what stands in a URL as it is
 _KEY_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
 
@@ -70,7 +71,9 @@ class Settings:
             self._check(name, not owned, "a header that HTTP has no other use for")
         same = self.chat_id_header.lower() == self.tool_call_id_header.lower()
         self._check("tool_call_id_header", not same, "another header than RUNONCE_CHAT_ID_HEADER")
-        self._check("url_prefix", self.url_prefix is None or _is_path(self.url_prefix), 'None or a path like "/runs"')
+        is_path = isinstance(self.url_prefix, str) and _PATH.fullmatch(self.url_prefix)
+        wanted = 'None or a path like "/runs", of characters that a URL has as they are'
+        self._check("url_prefix", self.url_prefix is None or is_path, wanted)
         for name in ("forget_after", "lease"):
             self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "more than 0 seconds")
         for name in ("wait_timeout", "cancel_timeout"):
@@ -102,10 +105,6 @@ def _is_number(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("/") and not value.endswith("/")
 
 
 def _are_statuses(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,12 @@ class RunOnceMiddleware:
         )
 
     def on_cancel(self, hook: Hook) -> Hook:
-        """Have `hook` called with a `CanceledCall` at each cancel, to stop what the call left running. A decorator."""
+        """Have `hook` called with a `CanceledCall` at each cancel, to stop what the call left running. A decorator.
+
+        Raises TypeError for an async function: WSGI has no event loop that would run it, so nothing would be stopped.
+        """
+        if inspect.iscoroutinefunction(hook):
+            raise TypeError(f"A cancel hook of the middleware is no async function: nothing would await {hook!r}.")
         self._hooks.append(hook)
         return hook
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import string
 from collections.abc import Callable, Iterable
@@ -353,6 +354,19 @@ def test_hooks_are_called_in_order_and_on_cancel_is_a_decorator() -> None:
     assert called == [("one", KEY), ("two", KEY)]
     one(CanceledCall(KEY, "done", None))
     assert len(called) == 3
+
+
+def test_an_async_hook_would_never_be_awaited() -> None:
+    """In Flask it is run: see `test_hooks_may_be_async_and_are_all_called_in_order`."""
+    site = Site(answer())
+
+    async def stop(call: CanceledCall) -> None:
+        pass
+
+    for hook in (stop, functools.partial(stop)):
+        with pytest.raises(TypeError, match="nothing would await .*stop"):
+            site.middleware.on_cancel(hook)
+    assert site.cancel().status_int == 200
 
 
 @pytest.mark.parametrize("error", [ValueError("on purpose"), Forbidden()], ids=["error", "HTTPException"])
