@@ -126,7 +126,8 @@ class RunOnce:
                 return sync_view(*args, **kwargs)
             return _run(service, admitted, functools.partial(sync_view, *args, **kwargs))
 
-        self._decorated.views[view] = weakref.ref(once)
+        with contextlib.suppress(TypeError):  # a callable object may have no hash: it is run once all the same
+            self._decorated.views[view] = weakref.ref(once)
         self._decorated.any_required |= bool(options.required)
         return once  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
@@ -335,6 +336,20 @@ def test_decorators_in_their_place_are_not_warned_of(caplog: pytest.LogCaptureFi
     app.add_url_rule("/always", "there", here_and_there, methods=["POST"])
     app.add_url_rule("/helped", "helped", lambda: helper(), methods=["POST"])
     assert misplaced(caplog, app) == []
+
+
+def test_a_callable_object_without_a_hash_is_run_once() -> None:
+    @dataclasses.dataclass
+    class Order:
+        runs: int = 0
+
+        def __call__(self) -> str:
+            self.runs += 1
+            return "text"
+
+    app = served(order := Order())
+    assert [post(app).headers.get("Idempotent-Replayed") for _ in range(2)] == [None, "true"]
+    assert order.runs == 1
 
 
 # What `once` takes.
