@@ -25,7 +25,7 @@ class Statements:
     """What the store says to `database`.
 
     Parameters: `key`, a call's digest; `seen` and `if_lost`, of a swap; `forget_after` and `repeat`, of a touch; what
-    `values_of` says of a record; `body`; `keys`, `runs`, `lease` and `idle`, of a renewal; `forgotten`, digests.
+    `values_of` says of a record; `large_body`; `keys`, `runs`, `lease` and `idle`, of a renewal; `forgotten`, digests.
     """
 
     def __init__(self, database: Database) -> None:
