@@ -202,8 +202,9 @@ class _QuietHandler(WSGIRequestHandler):
 def main() -> int:
     """Play each recording. Returns 1 if anything came out wrong."""
     report = Report()
+    print("\n=== An orchestrator's loop: killed in the middle of a batch of calls, and started again ===\n", flush=True)
     for recording in sorted(RECORDINGS.glob("*.json")):
-        print(f"{recording.stem}: the loop is killed in the middle of a batch of five calls", flush=True)
+        print(f"a transcript in the format of {recording.stem}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             Demo(recording, Path(folder), report).play()
     print(f"{report.wrong} counts are WRONG" if report.wrong else "nothing ran twice, and the transcripts are complete")

@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 from flask_runonce.contrib.dashboard import make_dashboard
 
 from . import create_app
-from .replay import replay
+from .replay import ATTEMPTS, replay
 
 
 def main(*, page: bool = False) -> int:
@@ -33,6 +33,7 @@ def main(*, page: bool = False) -> int:
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     address = f"http://127.0.0.1:{server.server_port}"
+    print(f"\n=== A service that starts commands: one start is sent {ATTEMPTS} times ===\n")
     print(f"examples.incident is served at {address}\n")
     try:
         report = replay(address)

@@ -143,6 +143,7 @@ def bearer(token: str) -> Callable[[WSGIEnvironment], None]:
 
 def main() -> int:
     """Serve the agent in a folder of its own and replay the incident. Returns 1 if any count is wrong."""
+    print("\n=== A workspace agent: real commands are sent again, interrupted and canceled ===\n")
     token = secrets.token_urlsafe()
     with tempfile.TemporaryDirectory() as folder:
         app = create_app(folder, guard=bearer(token))
