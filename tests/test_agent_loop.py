@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -35,7 +36,9 @@ DONE = {"role": "assistant", "content": "Done."}
 
 
 def test_the_demo_finds_every_count_right(capfd: pytest.CaptureFixture[str]) -> None:
-    assert demo.main() == 0
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("examples.agent_loop", run_name="__main__")
+    assert not ended.value.code
     printed = capfd.readouterr().out
     assert "nothing ran twice, and the transcripts are complete" in printed
     assert printed.count("the loop ends with                             -9") == 2

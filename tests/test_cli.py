@@ -194,6 +194,12 @@ def test_wrong_usage_is_said_to_be_so(service: Service, command: str, arguments:
     assert "Usage" in service.run(command, *arguments, code=2).output
 
 
+@pytest.mark.parametrize("command", ["show", "cancel", "forget"])
+@pytest.mark.parametrize("scope", ["x" * 256, "a\nb"])
+def test_a_scope_that_cannot_be_is_wrong_usage(service: Service, command: str, scope: str) -> None:
+    assert "scope" in service.run(command, "--scope", scope, "--chat", "chat", "call", code=2).output
+
+
 @pytest.mark.parametrize("command", ["list", "stats"])
 def test_a_chat_that_is_no_id_is_wrong_usage(service: Service, command: str) -> None:
     assert "chat ID" in service.run(command, "--chat", "a,b", code=2).output

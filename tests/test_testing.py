@@ -35,6 +35,8 @@ ROOT = Path(__file__).parent.parent
 PREFIX = "/api/v0/tool-calls"
 REPLAYED = {"Idempotent-Replayed": "true"}
 METHODS = ["POST", "PUT", "PATCH", "DELETE"]
+MEASURED = {name: value for name, value in os.environ.items() if name == "COVERAGE_PROCESS_CONFIG"}
+"""By this a Python that is started knows that its coverage is measured."""
 
 
 class Shop:
@@ -720,6 +722,25 @@ def test_a_guard_that_refuses_the_cancel(shop: Shop) -> None:
     assert_runs_once(shop.app, "POST", "/orders", extra_environ={"HTTP_X_USER": "ada"})
 
 
+# Threads
+
+
+def test_what_threads_raise_or_return_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise LookupError
+
+    assert together(lambda: 1, lambda: 2) == [1, 2]
+    with pytest.raises(LookupError):
+        together(lambda: 1, fail)
+    monkeypatch.setattr("flask_runonce.testing.threads.LIMIT", 0.01)
+    held = threading.Event()
+    try:
+        with pytest.raises(AssertionError, match="does not come back"):
+            together(held.wait)
+    finally:
+        held.set()
+
+
 # pytest: the plugin, the page of the docs, the suite for stores
 
 
@@ -740,7 +761,7 @@ def run_pytest(folder: Path, *options: str, without_webtest: bool = False, **fil
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", ".", *options],
         cwd=folder,
-        env={"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "PATH": "", "COLUMNS": "200"},
+        env={"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "PATH": "", "COLUMNS": "200", **MEASURED},
         capture_output=True,
         text=True,
         timeout=LIMIT,

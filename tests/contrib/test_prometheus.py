@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from pathlib import Path
 from typing import Any
 
 import flask
@@ -13,7 +15,7 @@ from webtest import TestApp
 from flask_runonce import RunOnce, RunOnceMiddleware, current_call, signals
 from flask_runonce.contrib.prometheus import Records, instrument
 from flask_runonce.errors import StoreUnavailable
-from flask_runonce.stores import MemoryStore
+from flask_runonce.stores import MemoryStore, SQLStore
 
 LIMIT = 30
 CALL = {"Coder-Chat-Id": "chat", "Coder-Tool-Call-Id": "call"}
@@ -145,6 +147,14 @@ def test_a_store_is_not_opened_at_the_start_and_may_be_down_at_the_scrape(caplog
     assert "\nrunonce_records " not in page
     assert store.asked == 1
     assert "gone fishing" in caplog.text
+
+
+def test_the_bytes_of_a_database_are_not_told(tmp_path: Path) -> None:
+    with contextlib.closing(SQLStore(f"sqlite:///{tmp_path / 'calls.db'}")) as store:
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(Records(store))
+        assert registry.get_sample_value("runonce_records") == 0
+        assert registry.get_sample_value("runonce_records_bytes") is None
 
 
 def test_another_app_is_not_counted(watched: Watched) -> None:

@@ -134,6 +134,17 @@ def test_storms_of_many_calls_fill_no_memory_either(told: Told, monkeypatch: pyt
     assert [len(told.hour.of(key(number))[1]) for number in range(4)] == [0, 0, 10, 10]
 
 
+def test_each_event_pushes_out_a_few_old_calls(told: Told) -> None:
+    for number in range(10):
+        told.finished(key(number))
+    told.clock.advance(3601)
+    left = []
+    for _ in range(4):
+        told.tell("call_replayed", key(10), status=200, seconds=0.0)
+        left.append(sum(bool(told.hour.of(key(number))[1]) for number in range(10)))
+    assert left == [6, 2, 0, 0]
+
+
 def test_only_refusals_of_repeats_are_counted_as_answered(told: Told) -> None:
     told.tell("call_started")
     for code in ("still_running", "input_mismatch", "store_unavailable", "incomplete_body"):
@@ -287,6 +298,12 @@ def test_a_cancel_that_stopped_a_run_came_by_its_end() -> None:
     told = steps(seen, Event("canceled", 1002.1, state="running"))
     assert told[1] == ("Canceled while it ran", 1002.0, True)
     assert told[2][0].startswith("The run ended")
+
+
+def test_a_cancel_of_an_earlier_record_is_not_taken_for_this_ones() -> None:
+    seen = Seen(RECORD._replace(found=Found.RUNNING), "v", NOW)
+    told = steps(seen, Event("canceled", 500.0, state="running"))
+    assert ("Canceled while it ran; this process was not told when", 1002.0, True) in told
 
 
 def test_a_lost_owner_is_told() -> None:

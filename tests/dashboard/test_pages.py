@@ -16,7 +16,7 @@ from werkzeug.exceptions import HTTPException
 
 from flask_runonce import CallKey, RunOnce, SavedResponse
 from flask_runonce.contrib.dashboard import calls, forms, make_dashboard
-from flask_runonce.errors import ConfigError, StoreUnavailable, UnreadableRecord
+from flask_runonce.errors import ConfigError, StoreFull, StoreUnavailable, UnreadableRecord
 from flask_runonce.record import Found, Outcome, State
 from flask_runonce.stores import RedisStore, SQLStore, Store
 from tests.services import RedisServer
@@ -729,6 +729,7 @@ def test_beside_an_apps_own_csrf_protection(site: Site, person: TestApp) -> None
     ("error", "title"),
     [
         (StoreUnavailable("Redis cannot be reached: <b>refused"), "The store cannot be reached"),
+        (StoreFull("The store is full"), "The store is full"),
         (UnreadableRecord("A stored record cannot be read"), "The store cannot be read"),
     ],
 )
