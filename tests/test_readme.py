@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from webtest import TestApp, TestResponse
 
 from examples.incident import create_app
+from flask_runonce import RunOnce
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 CALL = {"Coder-Chat-Id": "chat-1", "Coder-Tool-Call-Id": "call-1"}
@@ -50,7 +54,7 @@ def flask_quick_start() -> dict[str, Any]:
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"python", "sh"}
-    assert (len(blocks("python")), len(blocks("sh"))) == (3, 6)
+    assert (len(blocks("python")), len(blocks("sh"))) == (5, 7)
 
 
 def test_the_flask_quick_start_orders_once(
@@ -92,6 +96,29 @@ def test_the_wsgi_quick_start_orders_once() -> None:
     replies = [app.post("/", headers=CALL, status=201) for _ in range(2)]
     assert [reply.body for reply in replies] == [b"ordered"] * 2
     assert replies[1].headers["Idempotent-Replayed"] == "true"
+
+
+def test_the_line_for_the_store_is_one_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = flask.Flask("orders")
+    exec(blocks("python")[3], {"app": app})
+    assert f"| several workers on one machine | `{app.config['RUNONCE_STORE_URI']}` |" in README
+    RunOnce(app, guard=lambda environ: None)
+    store = app.extensions["runonce"].runner.store
+    assert TestApp(app).get("/api/v0/tool-calls", headers=CALL).json["total"] == 0
+    store.close()
+    assert (tmp_path / "runonce.db").exists()
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_the_test_tells_a_view_that_runs_once(decorated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = types.ModuleType("orders")
+    exec(blocks("python")[0].replace("@runonce.once", "@runonce.once" if decorated else "#"), orders.__dict__)
+    monkeypatch.setitem(sys.modules, "orders", orders)
+    namespace: dict[str, Any] = {}
+    exec(blocks("python")[4], namespace)
+    with contextlib.nullcontext() if decorated else pytest.raises(AssertionError, match="does not run once"):
+        namespace["test_an_order_is_taken_once"]()
 
 
 def test_the_lines_to_try_by_hand() -> None:
