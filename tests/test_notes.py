@@ -285,6 +285,13 @@ def test_another_note_under_the_same_id_is_refused(service: Service) -> None:
     assert service.count("notes") == 1
 
 
+def test_who_asks_nothing_of_the_database_opens_none(service: Service) -> None:
+    service.database.unlink()
+    with service.app.app_context():
+        pass
+    assert not service.database.exists()
+
+
 # The page that shows the difference.
 
 

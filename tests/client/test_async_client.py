@@ -88,6 +88,24 @@ def test_a_stop_leaves_nothing_running(url, effects):
     asyncio.run(main())
 
 
+def test_a_stop_before_the_call_keeps_it_from_being_sent():
+    async def main():
+        stop = asyncio.Event()
+        stop.set()
+        paths = []
+
+        def answer(request):
+            paths.append(request.url.path)
+            return httpx.Response(200)
+
+        async with answering(answer) as client:
+            with pytest.raises(Stopped):
+                await client.call("POST", "/", tool_call_id="a", stop=stop)
+        return paths
+
+    assert asyncio.run(main()) == []
+
+
 def test_a_stop_ends_a_pause():
     async def main():
         stop = asyncio.Event()

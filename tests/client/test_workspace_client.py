@@ -178,6 +178,15 @@ def test_what_was_left_out_of_the_output_is_said(client):
     }
 
 
+def test_what_was_left_out_so_far_is_said_of_a_command_that_runs(client, root):
+    client.execute(f"head -c 40000 /dev/zero; {WAITING}", tool_call_id="call-1", background=True)
+    until(lambda: "working" in client.read_output("call-1")["output"], "the command writes")
+    result = client.read_output("call-1")
+    assert result["background_process_id"] == "call-1"
+    assert result["truncated"]["original_bytes"] == 40008
+    (root / "go").touch()
+
+
 def test_a_command_that_cannot_be_started(client, root):
     result = fail(client, root, "execute")
     assert result.pop("error").startswith("Failed to start process. [Errno 2] No such file or directory")
@@ -358,9 +367,10 @@ def test_an_output_that_cannot_be_read_names_the_process(agent):
     assert result == {"success": False, "output": "", "exit_code": -1, "background_process_id": "call-1"}
 
 
-def test_an_answer_of_somebody_else_is_no_success(agent):
+@pytest.mark.parametrize("body", ['{"hello": "world"}', "hello"])
+def test_an_answer_of_somebody_else_is_no_success(agent, body):
     def wrap(app):
-        return Response('{"hello": "world"}', mimetype="application/json")
+        return Response(body, mimetype="application/json")
 
     client = agent(wrap=wrap)
     assert client.execute("true", tool_call_id="call-1")["success"] is False
