@@ -81,6 +81,3 @@ class ModelStore:
             if there.record.found:
                 canceled.add(claim.run)
         return Renewed(frozenset(canceled), frozenset(lost))
-
-    def wait(self, key: CallKey, version: str, timeout: float) -> Seen:
-        return self.read(key)

@@ -39,10 +39,6 @@ class Gate:
         os.mkfifo(path)
         self.path = path
 
-    def arrived(self) -> None:
-        """Return when a command has come to ``echo > gate``."""
-        self.path.read_bytes()
-
     def open(self) -> None:
         """Let a command go on that waits at ``cat gate``."""
         self.path.write_bytes(b"")
