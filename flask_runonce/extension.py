@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -115,10 +116,13 @@ class RunOnce:
         return hook
 
     def _decorate(self, view: View, *, options: Options) -> View:
+        is_async = inspect.iscoroutinefunction(view)
+
         @functools.wraps(view)
         def once(*args: Any, **kwargs: Any) -> Any:
             service = service_of_app()
-            sync_view = current_app.ensure_sync(view)  # before the claim: it raises where asgiref is missing
+            # Before the claim: it raises where asgiref is missing.
+            sync_view = current_app.ensure_sync(view) if is_async else view
             admitted = service.admit(request.environ, options)
             if isinstance(admitted, Answer):
                 return response_of(admitted)

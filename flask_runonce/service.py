@@ -112,7 +112,8 @@ class Service:
         self.runner = Runner(store, settings, sender=sender, call_hooks=call_hooks)
         if guard is None and scope is None and settings.url_prefix is not None:
             logger.warning(
-                "The cancel routes under %s are open to whoever reaches them: they have neither a guard nor a scope.",
+                "The cancel routes under %s are open to whoever reaches them: they have neither a guard nor a scope. "
+                "Set a guard or a scope; the documentation's page on security says how.",
                 settings.url_prefix,
             )
 
