@@ -15,10 +15,10 @@ EXTENSION = "runonce"
 
 
 class _IDConverter(BaseConverter):
-    """Any ID, slashes included, also at its start and doubled, where Werkzeug's own `path` gives up."""
+    """Any ID: slashes included, also at its start and doubled, where Werkzeug's own `path` gives up; an empty one."""
 
     part_isolating = False
-    regex = "(?s:.+)"
+    regex = "(?s:.*)"
 
 
 def service_of_app() -> Service:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from werkzeug.sansio.utils import get_content_length
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import InputStream, WSGIEnvironment
 
 _CHUNK = 64 * 1024
+_BODY_OF_REQUEST = {"stream", "data", "form", "files", "values", "_cached_data", "_cached_json"}
+"""Where Werkzeug's request keeps the body that it has read."""
 
 T = TypeVar("T")
 
@@ -66,20 +68,25 @@ class Input:
         multipart = self._content_type.lstrip()[:10].lower() == "multipart/"
         return None if multipart else self._body
 
-    def aside(self, read: Callable[[], T]) -> T:
-        """What `read()` returns, who may read the body from its start without taking it from the handler.
+    def aside(self, read: Callable[[WSGIEnvironment], T], environ: WSGIEnvironment) -> T:
+        """What `read(environ)` returns, who may read the body from its start without taking it from the handler.
 
-        A body that does not fit cannot be read twice: for `read()`, touching it raises RuntimeError.
+        Also by Werkzeug's request, which keeps what it has read. A body that does not fit cannot be read twice: for
+        `read`, touching it raises RuntimeError.
         """
         self.fetch()
         position = self._tell()
         self._seek(0)
         self._withheld = self._body is None
+        kept: dict[str, Any] = getattr(environ.get("werkzeug.request"), "__dict__", {})
+        before = set(kept)
         try:
-            return read()
+            return read(environ)
         finally:
             self._withheld = False
             self._seek(position)
+            for name in _BODY_OF_REQUEST - before:
+                kept.pop(name, None)
 
     def drain(self) -> None:
         """Read and drop what the handler did not read, so that the connection's next request is not read from it."""

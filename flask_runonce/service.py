@@ -60,11 +60,13 @@ class Options:
     methods: Collection[str] = METHODS
 
     def __post_init__(self) -> None:
+        if not (self.required is None or isinstance(self.required, bool)):
+            raise TypeError(f"required must be True, False or None, not {self.required!r}.")
         if self.on_lost not in (None, "refuse", "rerun"):
             raise ValueError(f'on_lost must be "refuse" or "rerun", not {self.on_lost!r}.')
         if not (self.fingerprint is None or isinstance(self.fingerprint, Unset) or callable(self.fingerprint)):
             raise TypeError(f"fingerprint must be None or a callable, not {self.fingerprint!r}.")
-        if isinstance(self.methods, str) or not self.methods:
+        if isinstance(self.methods, str) or not self.methods or not all(isinstance(name, str) for name in self.methods):
             raise TypeError(f"methods must be a collection of method names, not {self.methods!r}.")
         Settings(result_budget=None if isinstance(self.result_budget, Unset) else self.result_budget)
         object.__setattr__(self, "methods", frozenset(method.upper() for method in self.methods))
@@ -241,13 +243,12 @@ class Service:
     def _key_of(self, environ: WSGIEnvironment) -> CallKey | Answer | None:
         try:
             if self._has_own_key:
-                key = self.input(environ).aside(functools.partial(self._key, environ))
-                key = key and keys.canonical_key(key)
+                key = self.input(environ).aside(self._key, environ)
+                key = None if key is None else keys.canonical_key(key)
             else:
                 key = self._key(environ)
             if key and self._scope:
-                scope = self.input(environ).aside(functools.partial(self.scope_of, environ))
-                key = key._replace(scope=scope)
+                key = key._replace(scope=self.input(environ).aside(self.scope_of, environ))
             return key
         except InvalidKey as error:
             return invalid_key(error)
@@ -265,7 +266,7 @@ class Service:
         if isinstance(make, Unset):
             return fingerprint(environ, body.fingerprinted)
         try:
-            return hashlib.sha256(body.aside(functools.partial(make, environ))).hexdigest()
+            return hashlib.sha256(body.aside(make, environ)).hexdigest()
         except HTTPException:
             raise
         except Exception:

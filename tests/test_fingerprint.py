@@ -166,7 +166,7 @@ def test_it_is_read_like_a_file(body: bytes, limit: int, piece: int, todo: list[
             assert found.fetch()
         elif name == "aside":
             if fits:
-                assert found.aside(found.read) == body
+                assert found.aside(lambda _: found.read(), {}) == body
         else:
             assert getattr(found, name)(size) == getattr(model, name)(size)
     assert found.read() == model.read()
@@ -273,8 +273,8 @@ def test_a_multipart_body_that_is_cut_off_is_incomplete() -> None:
 def test_a_look_aside_sees_the_whole_body_and_takes_nothing() -> None:
     found, _ = input_of(b"12345678")
     assert found.read(3) == b"123"
-    assert found.aside(found.read) == b"12345678"
-    assert found.aside(lambda: found.read(5)) == b"12345"
+    assert found.aside(lambda _: found.read(), {}) == b"12345678"
+    assert found.aside(lambda _: found.read(5), {}) == b"12345"
     assert found.read() == b"45678"
 
 
@@ -286,7 +286,7 @@ def test_a_look_aside_that_raises_takes_nothing() -> None:
         raise LookupError
 
     with pytest.raises(LookupError):
-        found.aside(look)
+        found.aside(lambda _: look(), {})
     assert found.read() == b"12345678"
 
 
@@ -297,14 +297,14 @@ def test_a_look_aside_cannot_touch_a_body_that_is_not_kept(
 ) -> None:
     found, connection = make()
     with pytest.raises(RuntimeError, match="RUNONCE_FINGERPRINT_BYTES"):
-        found.aside(lambda: read(found))
+        found.aside(lambda _: read(found), {})
     assert connection.asked == []
     assert found.read() == b"x" * 9
 
 
 def test_a_look_aside_that_does_not_touch_a_body_needs_none() -> None:
     found, _ = input_of(b"x" * 9)
-    assert found.aside(lambda: "by the path") == "by the path"
+    assert found.aside(lambda _: "by the path", {}) == "by the path"
 
 
 # Draining
@@ -332,7 +332,7 @@ def test_a_body_within_the_bound_is_drained_from_its_connection_and_kept() -> No
     found, connection = input_of(b"12345678")
     found.drain()
     assert connection.left == 0
-    assert found.aside(found.read) == b"12345678"
+    assert found.aside(lambda _: found.read(), {}) == b"12345678"
 
 
 def test_draining_takes_nothing_from_a_handler_that_shares_the_body() -> None:

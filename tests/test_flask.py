@@ -369,6 +369,8 @@ def served(view: View, config: dict[str, Any] | None = None, runonce: RunOnce | 
         ({"on_lost": "again"}, ValueError),
         ({"result_budget": -1}, ValueError),
         ({"methods": "POST"}, TypeError),
+        ({"methods": {5}}, TypeError),
+        ({"required": "no"}, TypeError),
     ],
 )
 def test_an_option_that_makes_no_sense_is_an_error_where_it_is_given(options: Any, error: type[Exception]) -> None:
@@ -417,6 +419,50 @@ def test_a_fingerprint_may_be_the_apps_own_and_see_the_request() -> None:
     assert send({"title": "a", "try": 1}).json == {"title": "a", "try": 1}
     assert send({"title": "a", "try": 2}).json == {"title": "a", "try": 1}
     assert code_of(send({"title": "b", "try": 1}, status=409)) == "input_mismatch"
+
+
+READS_OF_REQUEST: dict[str, Callable[[], Any]] = {
+    "data": lambda: request.get_data(as_text=True),
+    "stream": lambda: request.stream.read().decode(),
+    "form": lambda: dict(request.form),
+    "values": lambda: dict(request.values),
+    "json": lambda: request.get_json(force=True, silent=True),
+}
+
+
+@pytest.mark.parametrize("view", READS_OF_REQUEST)
+@pytest.mark.parametrize("first", READS_OF_REQUEST)
+def test_what_a_callable_reads_by_the_request_is_left_for_the_view(first: str, view: str) -> None:
+    def read(environ: Any) -> None:
+        READS_OF_REQUEST[first]()
+
+    def key(environ: Any) -> CallKey:
+        read(environ)
+        return CallKey("", "chat-1", "call-1")
+
+    def asked(runonce: RunOnce | None = None, **options: Any) -> Any:
+        app = served(lambda: jsonify(READS_OF_REQUEST[view]()), runonce=runonce, **options)
+        return TestApp(app).post("/", {"a": "1"}, headers=ids()).json
+
+    expected = asked(fingerprint=None)
+    assert asked(RunOnce(guard=print, key=key)) == expected
+    assert asked(RunOnce(guard=print, scope=read)) == expected
+    assert asked(fingerprint=lambda environ: read(environ) or b"") == expected
+
+
+def test_what_a_callable_leaves_on_the_request_besides_the_body_stays() -> None:
+    def scope(environ: Any) -> str:
+        request.tenant = "a"  # type: ignore[attr-defined]
+        return "a"
+
+    app = served(lambda: request.tenant, runonce=RunOnce(guard=print, scope=scope))  # type: ignore[attr-defined]
+    assert post(app).text == "a"
+
+
+def test_what_was_read_before_a_callable_reads_too_is_kept_as_it_was() -> None:
+    app = served(lambda: request.get_data(as_text=True), fingerprint=lambda environ: request.get_data())
+    app.before_request(lambda: request.get_data() and None)
+    assert post(app, body={"a": "1"}).text == "a=1"
 
 
 def test_a_fingerprint_that_raises_refuses_and_an_abort_in_it_answers(caplog: pytest.LogCaptureFixture) -> None:
@@ -1199,8 +1245,14 @@ def test_the_routes_answer_only_their_methods() -> None:
     chat = {"Coder-Chat-Id": "chat"}
     TestApp(app).post(ROUTES, headers=chat, status=405)
     TestApp(app).delete(f"{ROUTES}/call", headers=chat, status=405)
-    TestApp(app).get(f"{ROUTES}/", headers=chat, status=404)
     TestApp(app).get(f"{ROUTES}/call", headers=chat, status=404)
+
+
+def test_an_empty_id_is_malformed_in_the_routes_too() -> None:
+    app, _ = make_app()
+    chat = {"Coder-Chat-Id": "chat"}
+    for reply in (TestApp(app).get(f"{ROUTES}/", headers=chat, status=400), cancel(app, "")):
+        assert code_of(reply) == "invalid_key"
 
 
 def test_the_list_is_the_chats_own_newest_first_in_pages() -> None:

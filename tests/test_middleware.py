@@ -774,7 +774,7 @@ def test_a_scope_that_makes_no_sense_500_key_failed(wrong: Any) -> None:
     assert (codes(site.call()), site.runs) == (["key_failed"], 0)
 
 
-@pytest.mark.parametrize("wrong", ["call-1", ("", "chat-1", "call-1"), 7], ids=["string", "tuple", "number"])
+@pytest.mark.parametrize("wrong", ["call-1", ("", "chat-1", "call-1"), 7, "", (), 0, False], ids=repr)
 def test_a_key_that_is_none_500_key_failed(wrong: Any) -> None:
     site = Site(answer(), key=lambda environ: wrong)
     assert (codes(site.call()), site.runs) == (["key_failed"], 0)
