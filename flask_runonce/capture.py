@@ -41,13 +41,14 @@ def kept_headers(headers: Headers) -> tuple[tuple[str, str], ...]:
 class Collected(NamedTuple):
     """A response: `body` is all of it when `rest` is None, else its beginning.
 
-    `original_bytes` is the length of a body that was cut, else None.
+    `too_large`: it is not to be kept. `original_bytes` is the length of a body that was cut, else None.
     """
 
     status: str
     headers: Headers
     body: bytes
     rest: Iterator[bytes] | None = None
+    too_large: bool = False
     original_bytes: int | None = None
 
 
@@ -57,8 +58,9 @@ def collect(
     *,
     limit: int,
     result_budget: int | None,
+    whole: bool,
 ) -> Collected:
-    """Read `chunks` to their end, or to the first that passes `limit` bytes.
+    """Read `chunks` to their end, or to the first that passes `limit` bytes. Where the `whole` is there, to their end.
 
     `head()` gives the status line and the headers; it is called once there is a first chunk or an end (PEP 3333 lets an
     app call `start_response` as late as that). A body that `result_budget` (bytes) applies to is read to its end
@@ -69,21 +71,21 @@ def collect(
     for chunk in iterator:
         kept.append(chunk)
         size += len(chunk)
-        if size > limit:
+        if size > limit and not whole:
             break
     else:
         status, headers = head()
-        return _cut(Collected(status, headers, b"".join(kept)), result_budget)
+        return _cut(Collected(status, headers, b"".join(kept), too_large=size > limit), result_budget)
     status, headers = head()
     if result_budget is None or not cuttable(headers):
-        return Collected(status, headers, b"".join(kept), iterator)
+        return Collected(status, headers, b"".join(kept), iterator, too_large=True)
     while size <= result_budget:  # it may yet be within its budget, though too large to keep
         more = next(iterator, None)
         if more is None:
-            return Collected(status, headers, b"".join(kept), iterator)
+            return Collected(status, headers, b"".join(kept), iterator, too_large=True)
         kept.append(more)
         size += len(more)
-    return _cut(Collected(status, headers, b"".join(kept), iterator), result_budget)
+    return _cut(Collected(status, headers, b"".join(kept), iterator, too_large=True), result_budget)
 
 
 def cuttable(headers: Headers) -> bool:

@@ -185,6 +185,7 @@ def _run(service: Service, call: Call, view: Callable[[], Any]) -> Response:
                 lambda: (response.status, list(response.headers)),
                 limit=service.settings.max_body_bytes,
                 result_budget=call.result_budget,
+                whole=response.is_sequence,
             )
             close_body = getattr(response.response, "close", _nothing)
             closing.pop_all()

@@ -6,7 +6,7 @@ import base64
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from werkzeug.exceptions import HTTPException
@@ -22,22 +22,18 @@ from .signals import log
 if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIEnvironment
 
-P = ParamSpec("P")
-
 MAX_LIMIT = 200
 DEFAULT_LIMIT = 50
 
-_Route = Callable[Concatenate[Service, "WSGIEnvironment", str, str, P], Answer]
 
-
-def _guarded(route: _Route[P]) -> Callable[Concatenate[Service, WSGIEnvironment, P], Answer]:
-    """Ask the guard, work out scope and chat ID, and turn what goes wrong into problems.
+def _guarded(route: Callable[[Service, WSGIEnvironment, CallKey], Answer]) -> Callable[..., Answer]:
+    """Ask the guard, work out the key (its tool call ID is "" where all of a chat is meant), turn errors into problems.
 
     Raises the HTTPException by which a guard or scope callable refuses.
     """
 
     @functools.wraps(route)
-    def answer(service: Service, environ: WSGIEnvironment, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
+    def answer(service: Service, environ: WSGIEnvironment, tool_call_id: str | None = None) -> Answer:
         service.input(environ).drain()
         service.end_abandoned()
         try:
@@ -54,23 +50,27 @@ def _guarded(route: _Route[P]) -> Callable[Concatenate[Service, WSGIEnvironment,
         if header is None:
             return problem("key_required", "The request needs a chat ID: send its header.")
         try:
-            return route(service, environ, scope, keys.canonical_id(header, "chat ID"), *args, **kwargs)
+            key = CallKey(scope, keys.canonical_id(header, "chat ID"), "")
+            if tool_call_id is not None:
+                key = key._replace(tool_call_id=keys.canonical_id(tool_call_id, "tool call ID"))
         except InvalidKey as error:
             return invalid_key(error)
+        try:
+            return route(service, environ, key)
         except StoreError as error:
-            return _store_problem(error, None)
+            log(logging.WARNING, key, "The store cannot answer:", error)
+            return store_problem(error)
 
     return answer
 
 
 @_guarded
-def cancel(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str, tool_call_id: str) -> Answer:
+def cancel(service: Service, environ: WSGIEnvironment, key: CallKey) -> Answer:
     """`POST {prefix}/{tool call ID}/cancel`: refuse the call from now on, and say truthfully what became of it."""
-    key = CallKey(scope, chat_id, keys.canonical_id(tool_call_id, "tool call ID"))
     try:
         canceled = service.runner.cancel(key)
-    except StoreError as error:
-        return _store_problem(error, key)
+    except StoreError:
+        raise
     except Exception:
         log(logging.ERROR, key, "A cancel hook raised.", exc_info=True)
         return problem("cancel_failed")
@@ -83,7 +83,7 @@ def cancel(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str,
 
 
 @_guarded
-def list_calls(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str) -> Answer:
+def list_calls(service: Service, environ: WSGIEnvironment, key: CallKey) -> Answer:
     """`GET {prefix}`: the chat's calls, newest first."""
     query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
     limit = _number(query, "limit", DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
@@ -92,16 +92,16 @@ def list_calls(service: Service, environ: WSGIEnvironment, scope: str, chat_id: 
         return problem("invalid_query", f"The limit must be one whole number from 1 to {MAX_LIMIT}.")
     if offset is None:
         return problem("invalid_query", "The offset must be one whole number from 0.")
-    page = service.runner.list(scope, chat_id, limit=limit, offset=offset)
+    page = service.runner.list(key.scope, key.chat_id, limit=limit, offset=offset)
     calls = [describe(seen) for seen in page.rows]
     more = offset + len(calls) < page.total
     return json_answer(200, {"tool_calls": calls, "total": page.total, "offset": offset, "has_more": more})
 
 
 @_guarded
-def show(service: Service, environ: WSGIEnvironment, scope: str, chat_id: str, tool_call_id: str) -> Answer:
+def show(service: Service, environ: WSGIEnvironment, key: CallKey) -> Answer:
     """`GET {prefix}/{tool call ID}`: one of them."""
-    seen = service.runner.find(CallKey(scope, chat_id, keys.canonical_id(tool_call_id, "tool call ID")))
+    seen = service.runner.find(key)
     return json_answer(200, describe(seen)) if seen.record else problem("unknown_call")
 
 
@@ -119,11 +119,6 @@ def describe(seen: Seen) -> dict[str, Any]:
         "status": saved.status_code if saved else None,
         "repeats": seen.repeats,
     }
-
-
-def _store_problem(error: StoreError, key: CallKey | None) -> Answer:
-    log(logging.WARNING, key, "The store cannot answer:", error)
-    return store_problem(error)
 
 
 def _became(canceled: Canceled) -> dict[str, Any]:

@@ -89,6 +89,9 @@ class Service:
         sender: Any,
         call_hooks: Callable[[CanceledCall], None],
     ) -> None:
+        for name, value in (("key", key), ("scope", scope), ("guard", guard)):
+            if value is not None and not callable(value):
+                raise ConfigError(name, f"must be a callable or None, not {value!r}")
         if key is keys.idempotency_key and scope is None:
             raise ConfigError("scope", "is needed with keys.idempotency_key: all callers share one chat")
         self.settings = settings
@@ -110,6 +113,8 @@ class Service:
             store = open_store(
                 store or settings.store_uri, prefix=settings.key_prefix, max_bytes=settings.max_store_bytes
             )
+        if not callable(getattr(store, "swap", None)):
+            raise ConfigError("store", f"must be a store, a store's URI or None, not {store!r}")
         self._abandoned: collections.deque[Tail] = collections.deque()
         self.runner = Runner(store, settings, sender=sender, call_hooks=call_hooks)
         if guard is None and scope is None and settings.url_prefix is not None:
@@ -174,10 +179,9 @@ class Service:
         if not whole:
             self.runner.fail(call)
             return
-        too_large = collected.rest is not None
-        body = b"" if too_large else collected.body
+        body = b"" if collected.too_large else collected.body
         saved = SavedResponse(collected.status, kept_headers(collected.headers), body)
-        self.runner.finish(call, saved, too_large=too_large)
+        self.runner.finish(call, saved, too_large=collected.too_large)
 
     def tail(self, call: Call, collected: Collected, close_body: Callable[[], object]) -> Tail:
         """The body of a response that is too large to keep, for the first caller alone; its `close()` ends the run."""

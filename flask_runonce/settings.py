@@ -17,6 +17,10 @@ METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 MIDDLEWARE_RELEASE_STATUSES = frozenset({401, 407, 425, 429})
 """Answers by which an app's own guards say "not processed"; the middleware stands outside of them."""
 
+MIN_LEASE = 0.05
+"""Seconds: a lease that cannot be renewed in time would take the living for lost."""
+
+_AT_MOST = f"at most {threading.TIMEOUT_MAX:.0f} seconds"
 _PREFIX = "RUNONCE_"
 _TOKEN = re.compile(r"[!#$%&'*+.^`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2, without "_": WSGI cannot tell it from "-"
 _PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")  # RFC 3986, section 3.3: what stands in a URL as it is
@@ -74,13 +78,15 @@ class Settings:
         is_path = isinstance(self.url_prefix, str) and _PATH.fullmatch(self.url_prefix)
         wanted = 'None or a path like "/runs", of characters that a URL has as they are'
         self._check("url_prefix", self.url_prefix is None or is_path, wanted)
-        for name in ("forget_after", "lease"):
-            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "more than 0 seconds")
+        self._check("forget_after", _is_time(self.forget_after) and self.forget_after > 0, f"more than 0, {_AT_MOST}")
+        self._check("lease", _is_time(self.lease) and self.lease >= MIN_LEASE, f"from {MIN_LEASE}, {_AT_MOST}")
         for name in ("wait_timeout", "cancel_timeout"):
-            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) >= 0, "0 or more seconds")
+            self._check(name, _is_time(getattr(self, name)), f"from 0, {_AT_MOST}")
         for name in ("max_waiting", "max_body_bytes", "fingerprint_bytes"):
             self._check(name, _is_count(getattr(self, name)), "a whole number from 0")
-        self._check("max_store_bytes", _is_count(self.max_store_bytes) and self.max_store_bytes, "a number of bytes")
+        self._check(
+            "max_store_bytes", _is_count(self.max_store_bytes) and self.max_store_bytes, "a whole number from 1"
+        )
         self._check("release_statuses", _are_statuses(self.release_statuses), "a collection of status codes")
         object.__setattr__(self, "release_statuses", frozenset(self.release_statuses))
         for name in ("required", "allow_unshared"):
@@ -99,8 +105,8 @@ class Settings:
             raise ConfigError(_PREFIX + name.upper(), f"must be {wanted}, not {getattr(self, name)!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value <= threading.TIMEOUT_MAX
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= threading.TIMEOUT_MAX
 
 
 def _is_count(value: object) -> bool:

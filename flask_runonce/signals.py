@@ -7,7 +7,7 @@ Each signal's sender is the app (the wrapped one, for the middleware). Each is s
 - `call_finished`: `status` (the number; 500 where the outcome is unknown), `seconds` that the run took, `bytes` of the
   body that is saved, `ended` ("response", "too_large" or "unknown")
 - `call_replayed`: `status`, `seconds` that the repeat waited for it
-- `call_refused`: `code`, `status`
+- `call_refused`: `code`, `status`, of a request that would have run; the cancel, list and show routes refuse without it
 - `call_canceled`: `state` ("not_received", "running" or "done"), `pending` (the run goes on)
 - `call_released`: nothing more
 - `call_lost`: `owner`

@@ -97,9 +97,15 @@ class RunOnceMiddleware:
                 try:
                     pieces = capture.pieces(body)
                     if capture.sent:
-                        collected = Collected(*capture.head(), b"", pieces)
+                        collected = Collected(*capture.head(), b"", pieces, too_large=True)
                     else:
-                        collected = collect(pieces, capture.head, limit=limit, result_budget=call.result_budget)
+                        collected = collect(
+                            pieces,
+                            capture.head,
+                            limit=limit,
+                            result_budget=call.result_budget,
+                            whole=isinstance(body, (list, tuple)),
+                        )
                     rest = collected.rest
                 finally:
                     if rest is None:

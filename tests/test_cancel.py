@@ -599,11 +599,14 @@ class _AwayStore(MemoryStore):
         raise StoreUnavailable("on purpose")
 
 
-def test_a_store_that_is_away_says_so() -> None:
+def test_a_store_that_is_away_says_so(caplog: pytest.LogCaptureFixture) -> None:
     site, hooked = hooked_site(store=_AwayStore())
     for refused in routes_of(site):
         assert (refused.status_int, refused.json["code"]) == (503, "store_unavailable")
     assert hooked == []
+    lines = [record for record in caplog.records if "cannot answer" in record.getMessage()]
+    assert {line.chat_id for line in lines} == {"chat-1"}  # type: ignore[attr-defined]
+    assert {line.tool_call_id for line in lines} == {"", "call-1"}  # type: ignore[attr-defined]
 
 
 # List and show

@@ -212,6 +212,12 @@ def test_an_idempotency_key_needs_a_scope() -> None:
         make_app(once=RunOnce(key=keys.idempotency_key))
 
 
+@pytest.mark.parametrize("name", ["store", "key", "scope", "guard"])
+def test_what_cannot_be_called_is_no_callable_and_no_store(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        make_app(once=RunOnce(**{name: 5}))  # type: ignore[arg-type]
+
+
 def open_routes(caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
     prefix = options.pop("prefix", ROUTES)
     with caplog.at_level(logging.WARNING, "flask_runonce"):

@@ -778,6 +778,13 @@ def test_a_large_stream_that_is_thrown_away_has_an_unknown_outcome(whole: bool) 
     assert repeat.json["code"] == ("response_too_large" if whole else "outcome_unknown")
 
 
+def test_a_large_answer_that_is_no_stream_is_done_before_it_is_read() -> None:
+    served = Served(lambda: ("x" * 101, 201), lambda app: app.config.update(RUNONCE_MAX_BODY_BYTES=100))
+    with served.app.test_client().post("/", headers=HEADERS, buffered=False):  # which reads nothing of it
+        repeat = served.send()
+    assert (repeat.json["code"], repeat.json["saved_status"]) == ("response_too_large", 201)
+
+
 def test_a_large_file_is_sent_whole_and_closed(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b"x" * 1000)

@@ -205,6 +205,14 @@ def test_done_the_response_was_too_large() -> None:
     assert site.runs == 1
 
 
+def test_a_large_answer_that_is_no_stream_is_done_before_it_is_read() -> None:
+    site = Site(answer(b"x" * 9), linted=False, config={"RUNONCE_MAX_BODY_BYTES": 4})
+    body = site.opened()
+    refused = site.call()
+    assert (refused.json["code"], refused.json["saved_status"]) == ("response_too_large", 200)
+    assert b"".join(body) == b"x" * 9
+
+
 # What is a call
 
 

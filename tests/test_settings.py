@@ -41,7 +41,7 @@ _SECONDS = [-1, -0.001, "25", None, True, math.nan, math.inf, 10.0**300]
 _BYTES = [-1, 1.5, "1", None, True, math.nan, math.inf]
 
 SENSELESS: dict[str, list[Any]] = {
-    "RUNONCE_STORE_URI": ["", "memory", "runonce.db", None, b"memory://", 7],
+    "RUNONCE_STORE_URI": ["", "memory", "memory://x", "runonce.db", None, b"memory://", 7],
     "RUNONCE_CHAT_ID_HEADER": ["", "Chat Id", "Chat:Id", "Chat_Id", "Chät", None, 7, "Content-Type", "content-length"],
     "RUNONCE_TOOL_CALL_ID_HEADER": ["", "Call Id", "Call_Id", None, 7, "Content-Length", "coder-chat-ID"],
     "RUNONCE_URL_PREFIX": [
@@ -53,7 +53,7 @@ SENSELESS: dict[str, list[Any]] = {
     "RUNONCE_WAIT_TIMEOUT": _SECONDS,
     "RUNONCE_CANCEL_TIMEOUT": _SECONDS,
     "RUNONCE_MAX_WAITING": [-1, 1.5, "16", None, True],
-    "RUNONCE_LEASE": [0, *_SECONDS],
+    "RUNONCE_LEASE": [0, 0.049, *_SECONDS],
     "RUNONCE_MAX_BODY_BYTES": _BYTES,
     "RUNONCE_MAX_STORE_BYTES": [0, *_BYTES],
     "RUNONCE_FINGERPRINT_BYTES": _BYTES,
@@ -74,7 +74,7 @@ SENSIBLE: dict[str, list[Any]] = {
     "RUNONCE_WAIT_TIMEOUT": [0, 0.5, 3600],
     "RUNONCE_CANCEL_TIMEOUT": [0, 0.5, 3600],
     "RUNONCE_MAX_WAITING": [0, 1, 1000],
-    "RUNONCE_LEASE": [0.001, 5, 60],
+    "RUNONCE_LEASE": [0.05, 5, 60],
     "RUNONCE_MAX_BODY_BYTES": [0, 1, 2**40],
     "RUNONCE_MAX_STORE_BYTES": [1, 2**40],
     "RUNONCE_FINGERPRINT_BYTES": [0, 1, 2**40],

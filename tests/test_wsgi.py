@@ -531,7 +531,7 @@ def test_what_the_garbage_collector_finds_does_not_lock_the_store() -> None:
     now: Callable[[], float] = time.monotonic
     timers = [now]  # the store asks its timer with its lock held
     store = MemoryStore(timer=lambda: timers[0]())
-    site = Site(answer(b"12345"), store=store, linted=False, config={"RUNONCE_MAX_BODY_BYTES": 4})
+    site = Site(giving(Body(b"12345")), store=store, linted=False, config={"RUNONCE_MAX_BODY_BYTES": 4})
     gc.disable()
     try:
         cycle: list[Any] = [site.opened()]
@@ -544,6 +544,7 @@ def test_what_the_garbage_collector_finds_does_not_lock_the_store() -> None:
             return now()
 
         timers[0] = collecting
+        site.handler = answer(b"ok")
         assert in_thread(site.call, "call-2").result(LIMIT).status_int == 200
         assert timers[0] is now
     finally:

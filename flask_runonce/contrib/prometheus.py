@@ -2,7 +2,7 @@
 
 - `runonce_calls_total` by `outcome`: the requests of calls. A run "finished", ended as "unknown" or "too_large" (to
   keep), or was "released"; a repeat was "replayed"; a request was "refused"
-- `runonce_refusals_total` by `code`: see CONTRACT section 6
+- `runonce_refusals_total` by `code`: see CONTRACT section 6; as `call_refused` tells of them
 - `runonce_cancels_total` by `state`: "not_received", "running" or "done"
 - `runonce_lost_owners_total`: runs whose owner died
 - `runonce_run_seconds` by `status`: how long runs took; 500 is also the status of an outcome that is unknown

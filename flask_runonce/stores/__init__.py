@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 def open_store(uri: str, *, prefix: str = "runonce", max_bytes: int = 256 * 2**20) -> Store:
-    """Make the store that `uri` names: `memory://`, `redis://…`, `rediss://…`, or any SQLAlchemy URL.
+    """Make the store that `uri` names: `memory://`, `redis://…`, `rediss://…`, `unix://…`, or an SQLAlchemy URL.
 
     `prefix` starts every key and table name of a shared store; `max_bytes` bounds the memory store. Nothing is opened
     yet. Raises `ConfigError` for a URI that names no store, ImportError when the store's extra is not installed.
@@ -37,6 +37,8 @@ def open_store(uri: str, *, prefix: str = "runonce", max_bytes: int = 256 * 2**2
     if not separator:
         raise ConfigError("RUNONCE_STORE_URI", f"is not a store's URI: {uri!r}")
     if scheme == "memory":
+        if uri != "memory://":
+            raise ConfigError("RUNONCE_STORE_URI", f"must be memory:// with nothing after it, not {uri!r}")
         return MemoryStore(max_bytes=max_bytes)
     if scheme in ("redis", "rediss", "unix"):
         from .redis import RedisStore

@@ -164,7 +164,7 @@ class SQLStore:
                 if seen and self._drop(connection, values):
                     return Swapped(True, self._read(connection, digest))
             else:
-                if not seen:
+                if not seen and not if_lost:  # what is not there has no lease that could have ended
                     row = self._put_anew(connection, values)
                 elif lease is None and new.state is State.RUNNING:
                     row = self._sql.put_over_keeping_lease.row(connection, values)
@@ -181,8 +181,8 @@ class SQLStore:
             found = self._read(connection, digest)
             if row and found.record:
                 return Swapped(found.version == version, found)
-            if not found.record and (seen or not new):
-                return Swapped(not seen, found)
+            if not found.record and (seen or if_lost or not new):
+                return Swapped(not seen and not if_lost, found)
             # A record went, or came, from one statement to the next: begin again.
 
     def _put_anew(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:

@@ -817,6 +817,9 @@ class SharedStoreContract(StoreContract):
         assert late == Swapped(False, taken._replace(now=late.seen.now))
 
     def test_nothing_is_taken_over_but_a_run(self, store: Store, advance: Callable[[float], None]) -> None:
+        for new in (running(), None):
+            assert not swap(store, "", new, if_lost=True).done
+        assert store.read(KEY).record is None
         finished = put(store, done(running()))
         advance(LEASE * 2)
         for new in (running(run="run-2"), None):
