@@ -40,8 +40,6 @@ def _on_shared_store(command: F) -> F:
             raise click.ClickException("The memory store is inside the server's process; there is nothing to see here.")
         try:
             command(runner, **options)
-        except InvalidKey as error:
-            raise click.UsageError(str(error)) from error
         except StoreError as error:
             click.echo(f"Error: {error}", err=True)
             raise SystemExit(3) from error
@@ -49,35 +47,31 @@ def _on_shared_store(command: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def _checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The one form of an ID or scope that was given."""
+    try:
+        if value is None:
+            return None
+        if parameter.name == "scope":
+            return keys.canonical_scope(value)
+        return keys.canonical_id(value, "chat ID" if parameter.name == "chat_id" else "tool call ID")
+    except (InvalidKey, ValueError) as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def _names_one(command: F) -> F:
-    command = click.argument("tool_call_id")(command)
-    command = click.option("--chat", "chat_id", required=True, help="The chat ID.")(command)
-    return click.option("--scope", default="", help="The scope, where the app gives one.")(command)
+    command = click.argument("tool_call_id", callback=_checked)(command)
+    command = click.option("--chat", "chat_id", required=True, callback=_checked, help="The chat ID.")(command)
+    what = "The scope, where the app gives one."
+    return click.option("--scope", default="", callback=_checked, help=what)(command)
 
 
 def _filters(command: F) -> F:
-    command = click.option("--chat", "chat_id", help="Only this chat's calls.")(command)
-    return click.option("--scope", help="Only this scope's calls.")(command)
+    command = click.option("--chat", "chat_id", callback=_checked, help="Only this chat's calls.")(command)
+    return click.option("--scope", callback=_checked, help="Only this scope's calls.")(command)
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for scripts.")
-
-
-def _key(scope: str, chat_id: str, tool_call_id: str) -> CallKey:
-    return CallKey(
-        _scope(scope), keys.canonical_id(chat_id, "chat ID"), keys.canonical_id(tool_call_id, "tool call ID")
-    )
-
-
-def _scope(scope: str) -> str:
-    try:
-        return keys.canonical_scope(scope)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _chat(chat_id: str | None) -> str | None:
-    return None if chat_id is None else keys.canonical_id(chat_id, "chat ID")
 
 
 def _facts(seen: Seen) -> dict[str, Any]:
@@ -102,7 +96,7 @@ def _all(runner: Runner, scope: str | None, chat_id: str | None) -> Iterator[See
 @_on_shared_store
 def list_(runner: Runner, scope: str | None, chat_id: str | None, limit: int, as_json: bool) -> None:
     """List calls, newest first. A run whose owner died shows as "lost"."""
-    page = runner.list(scope, _chat(chat_id), limit=limit, offset=0)
+    page = runner.list(scope, chat_id, limit=limit, offset=0)
     rows = [_facts(seen) for seen in page.rows]
     if as_json:
         click.echo(json.dumps({"tool_calls": rows, "total": page.total}))
@@ -117,7 +111,7 @@ def list_(runner: Runner, scope: str | None, chat_id: str | None, limit: int, as
 @_on_shared_store
 def show(runner: Runner, scope: str, chat_id: str, tool_call_id: str, as_json: bool) -> None:
     """Show one call."""
-    seen = runner.find(_key(scope, chat_id, tool_call_id))
+    seen = runner.find(CallKey(scope, chat_id, tool_call_id))
     if seen.record is None:
         raise click.ClickException("No record of this tool call is kept.")
     facts = _facts(seen)
@@ -129,7 +123,7 @@ def show(runner: Runner, scope: str, chat_id: str, tool_call_id: str, as_json: b
 @_on_shared_store
 def cancel(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
     """Cancel a call, as the cancel route does."""
-    key = _key(scope, chat_id, tool_call_id)
+    key = CallKey(scope, chat_id, tool_call_id)
     try:
         canceled = runner.cancel(key)
     except StoreError:
@@ -146,7 +140,7 @@ def cancel(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
 @_on_shared_store
 def forget(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
     """Forget a call: sent again, it RUNS again. Refused while the owner of its run is alive."""
-    done = runner.forget(_key(scope, chat_id, tool_call_id))
+    done = runner.forget(CallKey(scope, chat_id, tool_call_id))
     if done is Do.REFUSE:
         raise click.ClickException("The call is running and its owner is alive.")
     if done is Do.GONE:
@@ -160,7 +154,7 @@ def forget(runner: Runner, scope: str, chat_id: str, tool_call_id: str) -> None:
 @_on_shared_store
 def stats(runner: Runner, scope: str | None, chat_id: str | None, as_json: bool) -> None:
     """Count the kept calls by state."""
-    counts = collections.Counter(_facts(seen)["state"] for seen in _all(runner, scope, _chat(chat_id)))
+    counts = collections.Counter(_facts(seen)["state"] for seen in _all(runner, scope, chat_id))
     facts = {state: counts[state] for state in ("running", "lost", "done", "canceled")}
     facts["total"] = counts.total()
     click.echo(json.dumps(facts) if as_json else "\n".join(f"{name:9} {count}" for name, count in facts.items()))

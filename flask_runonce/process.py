@@ -1,8 +1,9 @@
-"""Values that belong to one process: made on first use, and again after a fork."""
+"""Values that belong to one process, made on first use and again after a fork; and what a fork must not cut in two."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -46,3 +47,49 @@ class PerProcess(Generic[T]):
     def made(self) -> T | None:
         """The value, or None when this process has not asked for it yet."""
         return self._made.get((_generation, os.getpid()))
+
+
+class ForkGate:
+    """A context that no fork cuts in two: a fork waits until no thread is in it, at most `limit` seconds.
+
+    For a library that has locks of its own, as SQLite has: a child that was forked while another thread held them would
+    find them held for ever. Nobody may fork inside.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._place = PerProcess(_Place)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._shut, after_in_parent=self._open)
+
+    def __enter__(self) -> None:
+        place = self._place()
+        with place.changed:
+            place.changed.wait_for(lambda: not place.forks)
+            place.inside += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        place = self._place()
+        with place.changed:
+            place.inside -= 1
+            place.changed.notify_all()
+
+    def _shut(self) -> None:
+        if place := self._place.made:
+            with place.changed:
+                place.forks += 1
+                place.changed.wait_for(lambda: not place.inside, self._limit)
+
+    def _open(self) -> None:
+        place = self._place.made
+        if place and place.forks:  # there may have been no place yet when it was to be shut
+            with place.changed:
+                place.forks -= 1
+                place.changed.notify_all()
+
+
+class _Place:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.inside = 0
+        self.forks = 0

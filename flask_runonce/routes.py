@@ -123,13 +123,12 @@ def describe(seen: Seen) -> dict[str, Any]:
 
 def _became(canceled: Canceled) -> dict[str, Any]:
     saved = saved_response(canceled.record)
-    facts: dict[str, Any] = {"received": True, "state": canceled.found.value}
-    if saved:
-        facts["status"] = saved.status_code
-        if saved.content_type:
-            facts["content_type"] = saved.content_type
-        if saved.body:
-            facts["body"] = base64.b64encode(saved.body).decode()
+    assert saved  # the run has ended
+    facts: dict[str, Any] = {"received": True, "state": canceled.found.value, "status": saved.status_code}
+    if saved.content_type:
+        facts["content_type"] = saved.content_type
+    if saved.body:
+        facts["body"] = base64.b64encode(saved.body).decode()
     if canceled.record.outcome is Outcome.TOO_LARGE:
         facts["body_too_large"] = True
     return facts

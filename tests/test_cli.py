@@ -201,6 +201,12 @@ def test_a_scope_that_cannot_be_is_wrong_usage(service: Service, command: str, s
 
 
 @pytest.mark.parametrize("command", ["list", "stats"])
+@pytest.mark.parametrize("scope", ["x" * 256, "a\nb"])
+def test_a_scope_that_cannot_be_has_no_list(service: Service, command: str, scope: str) -> None:
+    assert "A scope has" in service.run(command, "--scope", scope, code=2).output
+
+
+@pytest.mark.parametrize("command", ["list", "stats"])
 def test_a_chat_that_is_no_id_is_wrong_usage(service: Service, command: str) -> None:
     assert "chat ID" in service.run(command, "--chat", "a,b", code=2).output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import sqlalchemy as sa
 from flask_runonce.errors import ConfigError, StoreUnavailable, WrongTable
 from flask_runonce.record import NOW, CallKey, Claim, Outcome, Record, SavedResponse, State
 from flask_runonce.stores import SQLStore, Swapped, engines, open_store
-from flask_runonce.testing.store_contract import in_child, together
+from flask_runonce.testing.store_contract import in_child, needs_fork, together
 from tests.services import LIMIT, PostgresServer, until
 
 KEY = CallKey("tenant", "chat", "call")
@@ -285,6 +286,26 @@ def test_no_thread_waits_for_a_connection_to_a_file(file: Path, monkeypatch: pyt
             return store._db.do(lambda connection: all_have_one.wait(LIMIT))
 
         assert sorted(together(*[hold] * threads)) == list(range(threads))
+
+
+@needs_fork
+def test_a_fork_waits_for_the_end_of_a_transaction(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's own locks would be held in the child for ever, by a thread that is not there."""
+    monkeypatch.setattr(engines, "BUSY", 0.05)
+    with contextlib.closing(SQLStore(f"sqlite:///{file}")) as store:
+        store.age()
+        inside, forking = threading.Event(), threading.Event()
+        os.register_at_fork(before=forking.set)  # what is registered last is called first
+
+        def hold() -> None:
+            store._db.do(lambda connection: inside.set() or forking.wait(LIMIT), whole=True)
+
+        def fork() -> str:
+            assert inside.wait(LIMIT)
+            return in_child(lambda: str(swap(store, "", running()).done))
+
+        assert together(hold, fork) == [None, "True"]
+        assert store.read(KEY).record
 
 
 # Connections.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import StoreUnavailable, WrongTable
-from ..process import PerProcess
-from .engines import check_backend, checked_url, open_engine, own_engine
+from ..process import ForkGate, PerProcess
+from .engines import BUSY, check_backend, checked_url, open_engine, own_engine
 
 VERSION = "1"
 """Of the tables. A change to them makes another one."""
@@ -23,6 +24,8 @@ _ATTEMPTS = 4
 """How often work is done that finds a dead connection or a deadlock."""
 _PROMPT = 1.0
 """Seconds within which these are found."""
+
+_in_sqlite = ForkGate(limit=BUSY + 1)
 
 T = TypeVar("T")
 Time = sa.ColumnElement[float]
@@ -45,6 +48,7 @@ class Database:
             url = checked_url(url_or_engine)
             self._engine = PerProcess(lambda: open_engine(url))
         self._backend = url.get_backend_name()
+        self._undivided = _in_sqlite if self._backend == "sqlite" else contextlib.nullcontext()
         self._checked: sa.Engine | None = None
         self._clock = time.time
         self.now = self._now()
@@ -132,7 +136,8 @@ class Database:
         """Close this process's connections. The next verb opens new ones."""
         engine = self._engine.made
         if engine:
-            engine.dispose()
+            with self._undivided:
+                engine.dispose()
 
     def _now(self) -> Time:
         """The store's clock in Unix seconds: the server's, whatever the session's time zone; SQLite's is its host's."""
@@ -150,7 +155,7 @@ class Database:
         return self._once(engine, work, whole)
 
     def _once(self, engine: sa.Engine, work: Callable[[sa.Connection], T], whole: bool) -> T:
-        with engine.connect() as connection:
+        with self._undivided, engine.connect() as connection:
             if self._backend == "postgresql":
                 # Saves the trips of BEGIN and COMMIT; and nobody can be stopped between them, holding a lock.
                 connection = connection.execution_options(isolation_level="READ COMMITTED" if whole else "AUTOCOMMIT")

@@ -96,11 +96,12 @@ def in_child(function: Callable[[], str], *, forked: Callable[[], None] = lambda
     os.close(writer)
     forked()
     try:
-        assert select.select([reader], [], [], LIMIT)[0], "the child does not come back"
+        if not select.select([reader], [], [], LIMIT)[0]:
+            os.kill(child, 9)
+            raise AssertionError("The child does not come back.")
         return os.read(reader, 65_536).decode()
     finally:
         os.close(reader)
-        os.kill(child, 9)
         os.waitpid(child, 0)
 
 
