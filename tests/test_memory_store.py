@@ -498,3 +498,19 @@ def test_a_forked_process_is_not_locked_by_a_thread_that_it_has_not(timer: Timer
     forks.append(fork)  # the store asks its timer with its lock held
     store.read(KEY)
     assert children == [""]
+
+
+# Threads
+
+
+def test_no_system_call_is_made_under_the_lock(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lets other threads run, and all of them would soon stand before the lock."""
+    locked = []
+
+    def urandom(size: int) -> bytes:
+        locked.append(store._state().lock.locked())
+        return bytes(size)
+
+    monkeypatch.setattr("os.urandom", urandom)
+    put(store, running())
+    assert locked == [False]

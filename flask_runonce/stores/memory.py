@@ -63,6 +63,7 @@ class MemoryStore:
         repeat: bool = False,
     ) -> Swapped:
         state = self._state()
+        version = os.urandom(8).hex()  # not under the lock: a system call lets other threads run, straight into it
         with state.lock:
             now = state.now()
             state.tidy(_TIDY, now)
@@ -78,7 +79,7 @@ class MemoryStore:
             else:
                 repeats = entry.repeats if entry else 0
                 until = math.inf if new.state is State.RUNNING else now + forget_after
-                changed = _Entry(_stamped(new, now), os.urandom(8).hex(), repeats, _size(new), until)
+                changed = _Entry(_stamped(new, now), version, repeats, _size(new), until)
                 state.put(key, changed, entry, now)
             if waiting := state.waiting.pop(key, None):
                 waiting.notify_all()
