@@ -55,7 +55,12 @@ _MISSING = {
 def missing(server: str) -> str:
     """Why the server is not there, or "" where it is."""
     module, reason = _MISSING.get(server, ("", ""))
-    return reason if module and importlib.util.find_spec(module) is None else ""
+    if module and importlib.util.find_spec(module) is None:
+        return reason
+    prefix = _prefix(server)
+    if prefix and subprocess.run([*prefix, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+        return f"Root may not start {server} as somebody else here"
+    return ""
 
 
 def free_port() -> int:
