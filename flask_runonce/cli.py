@@ -25,7 +25,19 @@ from .runner import Runner
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PAGE = 200
-_COLUMNS = ("scope", "chat_id", "id", "state", "canceled", "status", "repeats", "started_at", "finished_at", "owner")
+_COLUMNS = (
+    "scope",
+    "chat_id",
+    "id",
+    "state",
+    "canceled",
+    "status",
+    "outcome",
+    "repeats",
+    "started_at",
+    "finished_at",
+    "owner",
+)
 
 group = AppGroup("runonce", help="Look at the calls of a shared store, cancel and forget them.")
 
@@ -78,8 +90,9 @@ def _facts(seen: Seen) -> dict[str, Any]:
     assert seen.record
     key = seen.record.key
     lost = {"state": "lost"} if seen.lost else {}
+    outcome = {"outcome": seen.record.outcome and seen.record.outcome.value}
     owner = {"owner": seen.record.owner}
-    return {"scope": key.scope, "chat_id": key.chat_id, **routes.describe(seen), **lost, **owner}
+    return {"scope": key.scope, "chat_id": key.chat_id, **routes.describe(seen), **lost, **outcome, **owner}
 
 
 def _all(runner: Runner, scope: str | None, chat_id: str | None) -> Iterator[Seen]:

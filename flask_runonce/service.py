@@ -116,6 +116,7 @@ class Service:
         if not callable(getattr(store, "swap", None)):
             raise ConfigError("store", f"must be a store, a store's URI or None, not {store!r}")
         self._abandoned: collections.deque[Tail] = collections.deque()
+        self._first_unshared = iter((True,))  # gives True once, to one thread
         self.runner = Runner(store, settings, sender=sender, call_hooks=call_hooks)
         if guard is None and scope is None and settings.url_prefix is not None:
             logger.warning(
@@ -224,8 +225,13 @@ class Service:
 
     def unshared(self, environ: WSGIEnvironment) -> Answer | None:
         """500 where several processes serve and each has a store of its own."""
-        alone = self.runner.store.shared or self.settings.allow_unshared or not environ.get("wsgi.multiprocess")
-        return None if alone else problem("store_not_shared")
+        if self.runner.store.shared or self.settings.allow_unshared or not environ.get("wsgi.multiprocess"):
+            return None
+        if next(self._first_unshared, False):
+            logger.error(
+                "Several processes serve, and the store is not shared: calls are refused. Set RUNONCE_STORE_URI."
+            )
+        return problem("store_not_shared")
 
     def scope_of(self, environ: WSGIEnvironment) -> str:
         """The scope of a request, "" without one. Raises whatever the app's callable raises."""

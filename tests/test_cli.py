@@ -145,14 +145,21 @@ def test_a_call_is_listed_with_its_facts(calls: Service) -> None:
     facts = {call["id"]: call for call in calls.json("list")["tool_calls"]}
     owner = facts["done"]["owner"]
     assert owner and all(facts[name]["owner"] == owner for name in ("repeated", "missing", "scoped"))
-    wanted = ("scope", "chat_id", "state", "canceled", "status", "repeats")
+    wanted = ("scope", "chat_id", "state", "canceled", "status", "outcome", "repeats")
     assert {name: tuple(call[key] for key in wanted) for name, call in facts.items()} == {
-        "done": ("", "chat", "done", False, 200, 0),
-        "repeated": ("", "chat", "done", False, 200, 1),
-        "missing": ("", "chat", "done", False, 404, 0),
-        "scoped": ("ada", UUID, "done", False, 200, 0),
-        "canceled": ("", "chat", "canceled", True, None, 0),
+        "done": ("", "chat", "done", False, 200, "response", 0),
+        "repeated": ("", "chat", "done", False, 200, "response", 1),
+        "missing": ("", "chat", "done", False, 404, "response", 0),
+        "scoped": ("ada", UUID, "done", False, 200, "response", 0),
+        "canceled": ("", "chat", "canceled", True, None, None, 0),
     }
+
+
+def test_a_call_whose_outcome_nobody_knows_shows_as_such(service: Service) -> None:
+    service.start("killed", lost=True)
+    service.post("killed", status=500)
+    assert service.json("list")["tool_calls"][0]["outcome"] == "unknown"
+    assert "unknown" in service.run("show", "--chat", "chat", "killed").output
 
 
 def test_a_run_whose_owner_was_killed_shows_as_lost(service: Service) -> None:

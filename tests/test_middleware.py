@@ -889,9 +889,11 @@ def test_a_body_is_drained_before_a_refusal(code: str, bound: int) -> None:
 # The store
 
 
-def test_several_processes_need_a_store_that_they_share() -> None:
+def test_several_processes_need_a_store_that_they_share(caplog: pytest.LogCaptureFixture) -> None:
     site = Site(answer())
-    refused = site.call(environ={"wsgi.multiprocess": True})
+    for _ in range(2):
+        refused = site.call(environ={"wsgi.multiprocess": True})
+    assert [record.levelname for record in caplog.records if "RUNONCE_STORE_URI" in record.getMessage()] == ["ERROR"]
     assert (refused.status_int, refused.json["code"], site.runs) == (500, "store_not_shared", 0)
     assert site.call(None, environ={"wsgi.multiprocess": True}).status_int == 200  # no call
     shared = Site(answer(), store=LeasedStore())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from flask_runonce import RunOnceMiddleware
 from flask_runonce.errors import ConfigError
 from flask_runonce.settings import Settings
-from flask_runonce.stores import MemoryStore, Swapped
+from flask_runonce.stores import MemoryStore, Swapped, open_store
 from tests.plain_app import LIMIT, PREFIX, LeasedStore, PatientStore, Site, WatchedStore, answer, headers
 
 DEFAULTS: dict[str, Any] = {
@@ -381,3 +382,19 @@ def test_allow_unshared_lets_memory_serve_several_processes(allowed: bool, statu
         site.client.get(PREFIX, headers=headers(None), extra_environ=several, expect_errors=True).status_int == status
     )
     assert site.runs == runs
+
+
+@pytest.mark.parametrize(
+    ("uri", "module", "store", "extra"),
+    [
+        ("sqlite:///runonce.db", "sqlalchemy", "flask_runonce.stores.sql", "sql"),
+        ("redis://localhost", "redis", "flask_runonce.stores.redis", "redis"),
+    ],
+)
+def test_a_store_whose_extra_is_missing_says_what_to_install(
+    uri: str, module: str, store: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, store, raising=False)
+    with pytest.raises(ImportError, match=rf"needs {module}: pip install 'flask-runonce\[{extra}\]'"):
+        open_store(uri)

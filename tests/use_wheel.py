@@ -32,4 +32,11 @@ client = Client(app)
 headers = {"Coder-Chat-Id": "chat", "Coder-Tool-Call-Id": "call"}
 first, repeat = (client.post("/", headers=headers) for _ in range(2))
 assert first.text == repeat.text == "ran" and repeat.headers["Idempotent-Replayed"] == "true" and len(runs) == 1
+for uri, extra in (("sqlite:///runonce.db", "sql"), ("redis://localhost", "redis")):
+    try:
+        open_store(uri)
+    except ImportError as error:
+        assert f"pip install 'flask-runonce[{extra}]'" in str(error), error
+    else:
+        raise AssertionError(uri)
 print("The wheel works without any extra.")

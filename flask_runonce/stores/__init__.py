@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryStore", "Page", "RedisStore", "Renewed", "SQLStore", "Store", "Swapped", "open_store"]
 
-_LAZY = {"SQLStore": "sql", "RedisStore": "redis"}
+_EXTRAS = {"SQLStore": "sql", "RedisStore": "redis"}
+"""Where each store stands, and which extra it needs."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _EXTRAS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    extra = _EXTRAS[name]
+    try:
+        return getattr(importlib.import_module(f".{extra}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs {error.name}: pip install 'flask-runonce[{extra}]'") from error
 
 
 def open_store(uri: str, *, prefix: str = "runonce", max_bytes: int = 256 * 2**20) -> Store:
@@ -40,10 +45,7 @@ def open_store(uri: str, *, prefix: str = "runonce", max_bytes: int = 256 * 2**2
         if uri != "memory://":
             raise ConfigError("RUNONCE_STORE_URI", f"must be memory:// with nothing after it, not {uri!r}")
         return MemoryStore(max_bytes=max_bytes)
-    if scheme in ("redis", "rediss", "unix"):
-        from .redis import RedisStore
-
-        return RedisStore(uri, prefix=prefix)
-    from .sql import SQLStore
-
-    return SQLStore(uri, prefix=prefix)
+    store: Store = __getattr__("RedisStore" if scheme in ("redis", "rediss", "unix") else "SQLStore")(
+        uri, prefix=prefix
+    )
+    return store
