@@ -104,7 +104,7 @@ def _all(runner: Runner, scope: str | None, chat_id: str | None) -> Iterator[See
 
 @group.command("list")
 @_filters
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1), help="How many, newest first.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10**6), help="How many, newest first.")
 @_as_json
 @_on_shared_store
 def list_(runner: Runner, scope: str | None, chat_id: str | None, limit: int, as_json: bool) -> None:

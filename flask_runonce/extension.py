@@ -121,8 +121,9 @@ class RunOnce:
         @functools.wraps(view)
         def once(*args: Any, **kwargs: Any) -> Any:
             service = service_of_app()
-            # Before the claim: it raises where asgiref is missing.
-            sync_view = current_app.ensure_sync(view) if is_async else view
+            # Before the claim: it raises where asgiref is missing. A class of the app's own may do more than Flask's.
+            is_asked = is_async or current_app.__class__.ensure_sync is not Flask.ensure_sync
+            sync_view = current_app.ensure_sync(view) if is_asked else view
             admitted = service.admit(request.environ, options)
             if isinstance(admitted, Answer):
                 return response_of(admitted)

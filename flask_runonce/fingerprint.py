@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import InputStream, WSGIEnvironment
 
 _CHUNK = 64 * 1024
-_BODY_OF_REQUEST = {"stream", "data", "form", "files", "values", "_cached_data", "_cached_json"}
+_BODY_OF_REQUEST = ("stream", "data", "form", "files", "values", "_cached_data", "_cached_json")
 """Where Werkzeug's request keeps the body that it has read."""
 
 T = TypeVar("T")
@@ -78,15 +79,12 @@ class Input:
         position = self._tell()
         self._seek(0)
         self._withheld = self._body is None
-        kept: dict[str, Any] = getattr(environ.get("werkzeug.request"), "__dict__", {})
-        before = set(kept)
         try:
-            return read(environ)
+            with _left_as_it_was(environ.get("werkzeug.request")):
+                return read(environ)
         finally:
             self._withheld = False
             self._seek(position)
-            for name in _BODY_OF_REQUEST - before:
-                kept.pop(name, None)
 
     def drain(self) -> None:
         """Read and drop what the handler did not read, so that the connection's next request is not read from it."""
@@ -147,6 +145,31 @@ class Input:
         except OSError:  # the client went away; what came is all there is
             pass
         return b"".join(chunks)
+
+
+@contextlib.contextmanager
+def _left_as_it_was(request: Any) -> Iterator[None]:
+    """Whatever is read of the body by Werkzeug's `request` (None: there is none), it then keeps what it kept before."""
+    kept: dict[str, Any] = getattr(request, "__dict__", {})
+    before = {name: kept[name] for name in _BODY_OF_REQUEST if name in kept}
+    files = _open_files(before)
+    places = [file.tell() for file in files]
+    kept.pop("stream", None)  # it counts what is read of it: from the start, that takes another one
+    try:
+        yield
+    finally:
+        for file in _open_files(kept):
+            if file not in files:
+                file.close()
+        for name in _BODY_OF_REQUEST:
+            kept.pop(name, None)
+        kept.update(before)
+        for file, place in zip(files, places, strict=True):
+            file.seek(place)
+
+
+def _open_files(kept: dict[str, Any]) -> list[Any]:
+    return [file.stream for _, file in kept["files"].items(multi=True) if not file.closed] if "files" in kept else []
 
 
 def fingerprint(environ: WSGIEnvironment, body: bytes | None) -> str:

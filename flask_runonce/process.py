@@ -50,10 +50,10 @@ class PerProcess(Generic[T]):
 
 
 class ForkGate:
-    """A context that no fork cuts in two: a fork waits until no thread is in it, at most `limit` seconds.
+    """A context that no fork cuts in two: a fork waits until no thread is in it, and others wait for the fork.
 
     For a library that has locks of its own, as SQLite has: a child that was forked while another thread held them would
-    find them held for ever. Nobody may fork inside.
+    find them held for ever. Nobody waits for longer than `limit` seconds: those inside may wait for who forks.
     """
 
     def __init__(self, limit: float) -> None:
@@ -65,13 +65,13 @@ class ForkGate:
     def __enter__(self) -> None:
         place = self._place()
         with place.changed:
-            place.changed.wait_for(lambda: not place.forks)
+            place.changed.wait_for(lambda: not place.forks, self._limit)
             place.inside += 1
 
     def __exit__(self, *exc_info: object) -> None:
         place = self._place()
         with place.changed:
-            place.inside -= 1
+            place.inside = max(0, place.inside - 1)  # in a child that was forked inside, nobody is
             place.changed.notify_all()
 
     def _shut(self) -> None:

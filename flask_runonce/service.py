@@ -100,7 +100,7 @@ class Service:
         self._tool_call_id_name = keys.environ_name(settings.tool_call_id_header)
         self._key: Key = (
             key
-            if key and self._has_own_key
+            if key is not None and self._has_own_key
             else functools.partial(
                 keys.tool_call,
                 chat_id_header=settings.chat_id_header,
@@ -113,7 +113,7 @@ class Service:
             store = open_store(
                 store or settings.store_uri, prefix=settings.key_prefix, max_bytes=settings.max_store_bytes
             )
-        if not callable(getattr(store, "swap", None)):
+        if isinstance(store, type) or not callable(getattr(store, "swap", None)):
             raise ConfigError("store", f"must be a store, a store's URI or None, not {store!r}")
         self._abandoned: collections.deque[Tail] = collections.deque()
         self._first_unshared = iter((True,))  # gives True once, to one thread
@@ -235,7 +235,7 @@ class Service:
 
     def scope_of(self, environ: WSGIEnvironment) -> str:
         """The scope of a request, "" without one. Raises whatever the app's callable raises."""
-        return keys.canonical_scope(self._scope(environ)) if self._scope else ""
+        return "" if self._scope is None else keys.canonical_scope(self._scope(environ))
 
     def guard(self, environ: WSGIEnvironment) -> None:
         """Let the app refuse a cancel, a list or a show. Raises whatever the app's callable raises.
@@ -243,7 +243,7 @@ class Service:
         A guard refuses by raising. One that seems to refuse in another way raises TypeError here: it must not be taken
         for one that let the request pass.
         """
-        answer = self._guard(environ) if self._guard else None
+        answer = None if self._guard is None else self._guard(environ)
         if inspect.iscoroutine(answer):
             answer.close()
             raise TypeError("A guard is no async function.")
@@ -257,7 +257,7 @@ class Service:
                 key = None if key is None else keys.canonical_key(key)
             else:
                 key = self._key(environ)
-            if key and self._scope:
+            if key and self._scope is not None:
                 key = key._replace(scope=self.input(environ).aside(self.scope_of, environ))
             return key
         except InvalidKey as error:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import logging
 import string
@@ -212,10 +213,24 @@ def test_an_idempotency_key_needs_a_scope() -> None:
         make_app(once=RunOnce(key=keys.idempotency_key))
 
 
-@pytest.mark.parametrize("name", ["store", "key", "scope", "guard"])
-def test_what_cannot_be_called_is_no_callable_and_no_store(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("store", 5), ("store", MemoryStore), ("key", 5), ("scope", 5), ("guard", 5)]
+)
+def test_what_cannot_be_called_is_no_callable_and_no_store(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=name):
-        make_app(once=RunOnce(**{name: 5}))  # type: ignore[arg-type]
+        make_app(once=RunOnce(**{name: wrong}))
+
+
+def test_a_guard_that_is_false_by_itself_guards_all_the_same() -> None:
+    class Guard:
+        def __len__(self) -> int:
+            return 0
+
+        def __call__(self, environ: Any) -> None:
+            abort(403)
+
+    app, _ = make_app(once=RunOnce(guard=Guard()))
+    assert cancel(app).status_int == 403
 
 
 def open_routes(caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
@@ -438,7 +453,13 @@ READS_OF_REQUEST: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("view", READS_OF_REQUEST)
 @pytest.mark.parametrize("first", READS_OF_REQUEST)
-def test_what_a_callable_reads_by_the_request_is_left_for_the_view(first: str, view: str) -> None:
+@pytest.mark.parametrize("before", [None, *READS_OF_REQUEST])
+@pytest.mark.parametrize("json", [True, False], ids=["json", "form"])
+def test_what_a_callable_reads_by_the_request_is_left_for_the_view(
+    json: bool, before: str | None, first: str, view: str
+) -> None:
+    """As the view would find it without us, also when a `before_request` function has read it before."""
+
     def read(environ: Any) -> None:
         READS_OF_REQUEST[first]()
 
@@ -448,7 +469,10 @@ def test_what_a_callable_reads_by_the_request_is_left_for_the_view(first: str, v
 
     def asked(runonce: RunOnce | None = None, **options: Any) -> Any:
         app = served(lambda: jsonify(READS_OF_REQUEST[view]()), runonce=runonce, **options)
-        return TestApp(app).post("/", {"a": "1"}, headers=ids()).json
+        if before:
+            app.before_request(lambda: READS_OF_REQUEST[before]() and None)
+        client = TestApp(app)
+        return (client.post_json if json else client.post)("/", {"a": "1"}, headers=ids()).json
 
     expected = asked(fingerprint=None)
     assert asked(RunOnce(guard=print, key=key)) == expected
@@ -465,10 +489,19 @@ def test_what_a_callable_leaves_on_the_request_besides_the_body_stays() -> None:
     assert post(app).text == "a"
 
 
-def test_what_was_read_before_a_callable_reads_too_is_kept_as_it_was() -> None:
-    app = served(lambda: request.get_data(as_text=True), fingerprint=lambda environ: request.get_data())
-    app.before_request(lambda: request.get_data() and None)
-    assert post(app, body={"a": "1"}).text == "a=1"
+@pytest.mark.parametrize("before", [True, False], ids=["parsed before", "parsed by the callable"])
+def test_a_file_that_a_callable_reads_is_left_for_the_view(before: bool) -> None:
+    streams = []
+
+    def read(environ: Any) -> bytes:
+        streams.append(request.files["f"].stream)
+        return request.files["f"].read()
+
+    app = served(lambda: request.files["f"].read(), fingerprint=read)
+    if before:
+        app.before_request(lambda: request.files and None)
+    assert TestApp(app).post("/", headers=ids(), upload_files=[("f", "a.txt", b"x" * 1000)]).body == b"x" * 1000
+    assert streams[0].closed
 
 
 def test_a_fingerprint_that_raises_refuses_and_an_abort_in_it_answers(caplog: pytest.LogCaptureFixture) -> None:
@@ -521,6 +554,20 @@ def test_each_method_that_acts_runs_once(method: str) -> None:
     for _ in range(3):
         assert TestApp(app).request("/", method=method, headers=ids()).text == "text"
     assert view.runs == 1
+
+
+def test_an_app_may_have_its_own_way_to_make_a_view_sync() -> None:
+    class OwnFlask(Flask):
+        def ensure_sync(self, func: Any) -> Any:
+            def sync(*args: Any, **kwargs: Any) -> Any:
+                answer = func(*args, **kwargs)
+                return answer() if inspect.isfunction(answer) else answer
+
+            return sync
+
+    app = OwnFlask(__name__)
+    app.add_url_rule("/", view_func=RunOnce(app, guard=print).once(lambda: lambda: "text"), methods=["POST"])
+    assert [post(app).text for _ in range(2)] == ["text"] * 2
 
 
 def test_head_and_options_pass_through() -> None:

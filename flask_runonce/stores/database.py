@@ -16,7 +16,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import StoreUnavailable, WrongTable
 from ..process import ForkGate, PerProcess
-from .engines import BUSY, check_backend, checked_url, open_engine, own_engine
+from .engines import check_backend, checked_url, open_engine, own_engine
 
 VERSION = "1"
 """Of the tables. A change to them makes another one."""
@@ -25,7 +25,7 @@ _ATTEMPTS = 4
 _PROMPT = 1.0
 """Seconds within which these are found."""
 
-_in_sqlite = ForkGate(limit=BUSY + 1)
+_in_sqlite = ForkGate(limit=1.0)
 
 T = TypeVar("T")
 Time = sa.ColumnElement[float]
