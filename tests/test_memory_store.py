@@ -90,6 +90,12 @@ def room(store: MemoryStore) -> int:
 # Its bounds
 
 
+def test_nothing_that_is_not_there_is_lost(store: MemoryStore) -> None:
+    for new in (running(), None):
+        assert not store.swap(KEY, "", new, forget_after=60, lease=30, if_lost=True).done
+    assert store.read(KEY).record is None
+
+
 def test_new_calls_are_refused_when_the_store_is_full(store: MemoryStore) -> None:
     fitted = fill(store)
     assert 20 < fitted < 32

@@ -114,6 +114,8 @@ CASES: dict[Row, dict[str, tuple[Ask, Move]]] = {
             "of what is done": begin(seen(DONE), "input-2"),
             "of what is done, too large": begin(seen(TOO_LARGE), "input-2"),
             "of what ended nobody knows how": begin(seen(UNKNOWN), "input-2"),
+            "of another run than was awaited": begin(seen(DONE), "input-2", waited_for="run-0"),
+            "of the run that was awaited": begin(seen(DONE), "input-2", waited_for=RUN),
         }.items()
     },
     ("begin", "running", ""): {
