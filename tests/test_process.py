@@ -6,7 +6,7 @@ import threading
 
 from flask_runonce.process import ForkGate
 from flask_runonce.testing.store_contract import in_child, needs_fork, together
-from tests.services import LIMIT
+from tests.services import LIMIT, until
 
 
 @needs_fork
@@ -27,6 +27,25 @@ def test_a_fork_waits_until_nobody_is_inside() -> None:
         return in_child(lambda: " ".join(order))
 
     assert together(stay, fork) == [None, "left"]
+
+
+def test_who_comes_while_a_fork_goes_on_waits_for_its_end() -> None:
+    gate = ForkGate(limit=LIMIT)
+    changed = gate._place().changed
+    gate._shut()
+    order = []
+
+    def pass_through() -> None:
+        with gate:
+            order.append("passed")
+
+    def end_the_fork() -> None:
+        until(lambda: changed._waiters, "nobody waits for the fork")  # type: ignore[attr-defined]
+        order.append("forked")
+        gate._open()
+
+    together(pass_through, end_the_fork)
+    assert order == ["forked", "passed"]
 
 
 @needs_fork
