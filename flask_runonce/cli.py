@@ -1,6 +1,7 @@
 """`flask runonce list|show|cancel|forget|stats`: for the person who decides what a program cannot (CONTRACT section 8).
 
-Exit codes: 0 done; 1 the call is not known or its run goes on; 2 wrong usage; 3 the store cannot answer.
+Exit codes: 0 done; 1 the call is not known, its run goes on, a cancel hook raised, or the store is in memory; 2 wrong
+usage; 3 the store cannot answer.
 """
 
 from __future__ import annotations
